@@ -1,0 +1,48 @@
+# Everything runs in .venv, made on first use; a target run again installs nothing.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+# The CPU is the one machine everyone has; unset JAX_PLATFORMS="" to use another.
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: train train-text test test-slow lint format clean
+.DEFAULT_GOAL := help
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,demo]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@ $(VENV)/.train
+
+train: $(VENV)/.train       ## train a ResNet on MNIST digits in mixed float16
+	$(BIN)/opsnn train examples/mnist.yaml
+
+train-text: $(VENV)/.train  ## train a small GPT on the Python manual
+	$(BIN)/opsnn train examples/text.yaml
+
+test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
+	$(PYTEST) -n 2 -m 'not slow' tests
+
+test-slow: $(VENV)/.test    ## run the long tests
+	$(PYTEST) -m slow tests
+
+lint: $(VENV)/.test         ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.test       ## fix style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:                      ## remove the virtual environment and run folders
+	rm -rf $(VENV) runs

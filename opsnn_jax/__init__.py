@@ -1,0 +1,1 @@
+"""Differentiable neural-network kernels for JAX."""

@@ -1,0 +1,312 @@
+"""Which implementation of an op runs, and where.
+
+Each op owns one `Table` of implementations. Calling `Table.choose` while an op is
+traced yields a `Choice`: for every pass of the op (say forward, dx, dw) and every
+platform one implementation. Which platform it is, is known only when the computation
+is lowered, so the chosen functions are bound to one primitive whose lowering picks
+among them. One traced function therefore compiles for a TPU from a machine without
+one, and exports to cpu, tpu and cuda together.
+
+An implementation states what it cannot do in `refuses`, for all of its passes at once:
+nothing is chosen whose gradient would raise afterwards.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+# The platforms that a computation can be lowered for.
+PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
+
+# The implementation argument of every op: a name, an order of preference, or None.
+Requested = str | Sequence[str] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Implementation:
+    """One way to compute an op, with the passes of its gradient.
+
+    Attributes:
+      name: what users write in `implementation=`.
+      passes: pass name -> function `f(spec, *arrays)` that returns an array or a tuple
+        of at least two. A Pallas implementation's functions also take `interpret`.
+      platforms: where it runs natively.
+      refuses: `refuses(spec)` is None where the implementation can do all passes of
+        the call that `spec` describes, else the reason as a clause ("takes no ...").
+      pallas: its functions are Pallas kernels; named on a CPU they are interpreted.
+    """
+
+    name: str
+    passes: Mapping[str, Callable]
+    platforms: tuple[str, ...] = PLATFORMS
+    refuses: Callable[[Hashable], str | None] = lambda spec: None
+    pallas: bool = False
+
+    def refuses_on(self, platform: str, spec: Hashable, named: bool) -> str | None:
+        """The reason why it cannot run there; `named` allows the interpreter."""
+        interpreted = self.pallas and named and platform == "cpu"
+        if platform not in self.platforms and not interpreted:
+            return f"does not run on {platform}, only on {', '.join(self.platforms)}"
+        return self.refuses(spec)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of one call: what to run on each platform. Hashable, so cacheable."""
+
+    op: str
+    name: str
+    spec: Hashable
+    by_platform: tuple[tuple[str, Implementation], ...]
+    refused: tuple[tuple[str, str], ...]  # platform -> why nothing runs there
+    plain: Callable  # the same pass as plain JAX, for its derivatives
+
+    def on(self, platform: str) -> Callable:
+        """The function of the arrays that runs on `platform`."""
+        chosen = dict(self.by_platform).get(platform)
+        if chosen is None:
+            raise NotImplementedError(dict(self.refused)[platform])
+        run = functools.partial(chosen.passes[self.name], self.spec)
+        if chosen.pallas:
+            run = functools.partial(run, interpret=platform not in chosen.platforms)
+        return run
+
+    def anywhere(self) -> Callable:
+        """The function for some platform: all agree on shapes and dtypes."""
+        return self.on(self.by_platform[0][0])
+
+    def derivative(self) -> Callable:
+        return functools.partial(self.plain, self.spec)
+
+    def __call__(self, *arrays: jax.Array):
+        """Runs the pass. Returns the array, or a tuple where there are several."""
+        outs = _platform_p.bind(*arrays, run=self)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation of every pass of one call, by platform."""
+
+    passes: tuple[Pass, ...]
+
+    def __getitem__(self, name: str) -> Pass:
+        return next(p for p in self.passes if p.name == name)
+
+
+class Table:
+    """The implementations of one op and the order in which they are tried."""
+
+    def __init__(
+        self,
+        op: str,
+        implementations: Sequence[Implementation],
+        order: Callable[[str, str, Hashable], Sequence[str]],
+        plain: Implementation,
+    ):
+        """Makes the table of an op.
+
+        Args:
+          op: the name of the op, for messages.
+          implementations: all of them.
+          order: `order(pass_name, platform, spec)`, the names to try there, best first.
+          plain: the implementation in plain JAX whose passes are differentiated where a
+            derivative of a pass is asked for.
+        """
+        self.op = op
+        self.implementations = {i.name: i for i in implementations}
+        self._order = order
+        self._plain = plain
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `implementation=` may be."""
+        return ("reference", *self.implementations)
+
+    def check(self, requested: Requested) -> None:
+        """Raises ValueError for a name that is not in the table."""
+        if requested is None:
+            return
+        names = (requested,) if isinstance(requested, str) else tuple(requested)
+        unknown = [n for n in names if n not in self.names]
+        if unknown or not names:
+            given = repr(unknown[0]) if unknown else "an empty sequence"
+            raise ValueError(
+                f"{self.op}: implementation must be None, one of "
+                f"{', '.join(map(repr, self.names))}, or a sequence of them; "
+                f"got {given}."
+            )
+        if "reference" in names and not isinstance(requested, str):
+            raise ValueError(
+                f"{self.op}: 'reference' does everything everywhere, so it is no part "
+                "of an order of preference. Pass implementation='reference' alone."
+            )
+
+    def choose(self, requested: Requested, spec: Hashable) -> Choice:
+        """Chooses for every pass and platform.
+
+        Args:
+          requested: None for the op's own order, a name for exactly that
+            implementation, or a sequence of names as an order of preference.
+          spec: everything static about the call. Hashable.
+
+        Raises:
+          NotImplementedError: if nothing that may run can do the call on any platform;
+            the message lists each implementation with its reason.
+        """
+        named = isinstance(requested, str)
+        passes = []
+        for name in self._plain.passes:
+            chosen, refused = [], []
+            for platform in PLATFORMS:
+                if named:
+                    candidates = (requested,)
+                else:
+                    candidates = requested or self._order(name, platform, spec)
+                implementation, reasons = self._first(candidates, platform, spec, named)
+                if implementation is not None:
+                    chosen.append((platform, implementation))
+                else:
+                    refused.append((platform, self._refusal(reasons)))
+            if not chosen:
+                raise NotImplementedError(refused[0][1])
+            plain = self._plain.passes[name]
+            passes.append(
+                Pass(self.op, name, spec, tuple(chosen), tuple(refused), plain)
+            )
+        return Choice(tuple(passes))
+
+    def _first(self, candidates, platform, spec, named):
+        reasons = {}
+        for name in candidates:
+            implementation = self.implementations[name]
+            reason = implementation.refuses_on(platform, spec, named)
+            if reason is None:
+                return implementation, reasons
+            reasons[name] = reason
+        return None, reasons
+
+    def _refusal(self, reasons: Mapping[str, str]) -> str:
+        tried = "; ".join(f"{name!r} {why}" for name, why in reasons.items())
+        return (
+            f"{self.op}: no implementation can do this call: {tried}. "
+            "Pass implementation=None to let one be chosen, or 'reference'."
+        )
+
+
+def align_varying(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """Makes all arrays vary over the same mesh axes, inside `jax.shard_map`.
+
+    A replicated weight beside sharded data gets the axes of the data. The transpose of
+    that cast is the sum over those axes, so the weight's gradient is summed over the
+    shards with no word of it in an op's own rule. Outside shard_map nothing happens.
+    """
+    varying = [
+        frozenset() if a is None else jax.typeof(a).manual_axis_type.varying
+        for a in arrays
+    ]
+    union = frozenset().union(*varying)
+    return tuple(
+        jax.lax.pcast(a, tuple(sorted(union - has)), to="varying")
+        if a is not None and union - has
+        else a
+        for a, has in zip(arrays, varying, strict=True)
+    )
+
+
+# The primitive. Its one parameter `run` is a `Pass` or a `_Batched` pass.
+
+_platform_p = Primitive("opsnn_pass")
+_platform_p.multiple_results = True
+
+
+@dataclass(frozen=True)
+class _Batched:
+    """A pass under vmap: each platform's function, mapped."""
+
+    inner: "Pass | _Batched"
+    in_axes: tuple[int | None, ...]
+
+    def on(self, platform):
+        return jax.vmap(self.inner.on(platform), self.in_axes)
+
+    def anywhere(self):
+        return jax.vmap(self.inner.anywhere(), self.in_axes)
+
+    def derivative(self):
+        return jax.vmap(self.inner.derivative(), self.in_axes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(run):
+    return jax.jit(lambda *arrays: _platform_p.bind(*arrays, run=run))
+
+
+@_platform_p.def_impl
+def _run_eagerly(*arrays, run):
+    return _jitted(run)(*arrays)
+
+
+@functools.lru_cache(maxsize=4096)
+def _out_shapes(run, *specs):
+    return jax.tree.leaves(jax.eval_shape(run.anywhere(), *specs))
+
+
+@_platform_p.def_abstract_eval
+def _abstract(*avals, run):
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    # All inputs vary over the same mesh axes, see align_varying; so do the outputs.
+    manual, mesh = avals[0].manual_axis_type, avals[0].sharding.mesh
+    return [
+        ShapedArray(
+            o.shape,
+            o.dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(o.shape))),
+            manual_axis_type=manual,
+        )
+        for o in _out_shapes(run, *specs)
+    ]
+
+
+def _lower(platform, ctx, *operands, run):
+    def leaves(*arrays):
+        return jax.tree.leaves(run.on(platform)(*arrays))
+
+    # By now the code is that of one shard: what varies over the mesh no longer matters,
+    # and Pallas's interpreter cannot follow it.
+    local = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    lower = mlir.lower_fun(leaves, multiple_results=True)
+    return lower(ctx.replace(avals_in=local), *operands)
+
+
+for _platform in PLATFORMS:
+    mlir.register_lowering(
+        _platform_p, functools.partial(_lower, _platform), platform=_platform
+    )
+
+
+def _batch(arrays, axes, *, run):
+    # An axis that is not mapped is None in vmap's public form; JAX passes the same here.
+    outs = _platform_p.bind(*arrays, run=_Batched(run, tuple(axes)))
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[_platform_p] = _batch
+
+
+def _jvp(primals, tangents, *, run):
+    # Reached by derivatives of a backward pass: the op itself has its own rule.
+    def leaves(*arrays):
+        return jax.tree.leaves(run.derivative()(*arrays))
+
+    tangents = [ad.instantiate_zeros(t) for t in tangents]
+    return jax.jvp(leaves, primals, tuple(tangents))
+
+
+ad.primitive_jvps[_platform_p] = _jvp
