@@ -1,9 +1,15 @@
-"""Settings of every test: strict promotion, and a key for each test."""
+"""Settings of every test: strict promotion, four CPU devices, a key for each test."""
 
+import os
 import zlib
 
 import jax
 import pytest
+
+# Read when the first backend starts, which importing JAX does not do.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

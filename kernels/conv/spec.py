@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ..dtypes import accumulate_dtype
+
 
 @dataclass(frozen=True)
 class ConvSpec:
@@ -67,9 +69,9 @@ class ConvSpec:
         return math.prod(self.y_shape) * math.prod(self.w_shape[:-1])
 
     @property
-    def accumulate_dtype(self):
+    def accumulate_dtype(self) -> jnp.dtype:
         """float32, or float64 where the data is."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return accumulate_dtype(self.dtype)
 
 
 def empty_sum(spec: ConvSpec, b: jax.Array | None) -> jax.Array:

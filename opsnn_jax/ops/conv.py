@@ -21,10 +21,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from opsnn_jax.dispatch import Implementation, Requested, Table, align_varying
+from opsnn_jax.dispatch import (
+    Implementation,
+    Requested,
+    Table,
+    align_varying,
+    deferred,
+)
 from opsnn_jax.kernels.conv import direct
 from opsnn_jax.kernels.conv.spec import ConvSpec
-from opsnn_jax.kernels.winograd import tpu as winograd_tpu
+from opsnn_jax.kernels.dtypes import accumulate_dtype
 from opsnn_jax.kernels.winograd import xla as winograd
 
 Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
@@ -289,15 +295,16 @@ _WINOGRAD = Implementation(
     },
     refuses=winograd.refuses,
 )
+_TPU = "opsnn_jax.kernels.winograd.tpu"
 _WINOGRAD_TPU = Implementation(
     "pallas_tpu",
     {
-        "fwd": winograd_tpu.forward,
-        "dx": winograd_tpu.input_gradient,
-        "dw": winograd_tpu.weight_gradient,
+        "fwd": deferred(_TPU, "forward"),
+        "dx": deferred(_TPU, "input_gradient"),
+        "dw": deferred(_TPU, "weight_gradient"),
     },
     platforms=("tpu",),
-    refuses=winograd_tpu.refuses,
+    refuses=deferred(_TPU, "refuses"),
     pallas=True,
 )
 
@@ -345,8 +352,7 @@ def _conv_bwd(choice, residuals, dy):
     db = None
     if b is not None:
         axes = tuple(range(dy.ndim - 1))
-        wide = jnp.promote_types(dy.dtype, jnp.float32)
-        db = jnp.sum(dy, axes, dtype=wide).astype(b.dtype)
+        db = jnp.sum(dy, axes, dtype=accumulate_dtype(dy.dtype)).astype(b.dtype)
     return dx, dw, db
 
 

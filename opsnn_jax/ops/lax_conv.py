@@ -23,6 +23,7 @@ def conv_general_dilated(
     batch_group_count: int = 1,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding=None,
     *,
     implementation: Requested = None,
 ) -> jax.Array:
@@ -31,21 +32,21 @@ def conv_general_dilated(
     The arguments and the result are those of `lax.conv_general_dilated`, and
     `implementation` is that of `conv`. Layouts other than channels-last are transposed
     around the call. What `conv` does not know (a dilated input, batch groups, a result
-    dtype of its own, no or more than three spatial dimensions, integers) is computed by
-    JAX; naming an implementation is then an error.
+    dtype or sharding of its own, no or more than three spatial dimensions, integers) is
+    computed by JAX; naming an implementation is then an error.
 
     Raises:
       NotImplementedError: if an implementation is named and `conv` cannot do the call.
       ValueError, TypeError: as `conv` and `lax.conv_general_dilated`.
     """
     beyond = _beyond_conv(
-        lhs, rhs, lhs_dilation, batch_group_count, preferred_element_type
+        lhs, rhs, lhs_dilation, batch_group_count, preferred_element_type, out_sharding
     )
     if beyond and implementation is None:
         return lax.conv_general_dilated(
             lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation,
             dimension_numbers, feature_group_count, batch_group_count, precision,
-            preferred_element_type,
+            preferred_element_type, out_sharding,
         )  # fmt: skip
     if beyond:
         raise NotImplementedError(
@@ -70,8 +71,12 @@ def conv_general_dilated(
     return lax.transpose(y, [where[axis] for axis in range(y.ndim)])
 
 
-def _beyond_conv(lhs, rhs, lhs_dilation, batch_group_count, preferred) -> str | None:
+def _beyond_conv(
+    lhs, rhs, lhs_dilation, batch_group_count, preferred, out_sharding
+) -> str | None:
     """What of the call `conv` has no form for, or None."""
+    if out_sharding is not None:
+        return f"a result's own sharding (out_sharding={out_sharding})"
     if lhs_dilation is not None and any(d != 1 for d in lhs_dilation):
         return f"a dilated input (lhs_dilation={tuple(lhs_dilation)})"
     if batch_group_count != 1:

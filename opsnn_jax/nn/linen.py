@@ -1,0 +1,23 @@
+"""Layers for flax.linen: flax's own, computed by the ops of this library.
+
+Parameters, names, shapes, initialisation, defaults and results are flax's, so a
+checkpoint loads and a model switches over by changing its import:
+
+    from opsnn_jax.nn import linen as nn
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+
+from opsnn_jax.ops.lax_conv import conv_general_dilated
+
+
+class Conv(nn.Conv):
+    """`flax.linen.Conv` by `opsnn_jax.conv`.
+
+    To name an implementation, pass `conv_general_dilated=functools.partial(
+    opsnn_jax.conv_general_dilated, implementation="winograd")`.
+    """
+
+    conv_general_dilated: Callable | None = conv_general_dilated

@@ -1,0 +1,414 @@
+"""conv: every implementation against fp64, its gradients, and JAX's transformations."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from opsnn_jax import conv, conv1d, conv2d, conv3d
+from tests.numerics import assert_as_accurate, errors
+
+# How much more than the direct form each implementation may err. Winograd's rms error
+# is kappa^2 = 4.8 times larger for F(4, 3) in fp32; kappa is an rms over white data,
+# and the largest of a few hundred errors scatters by a factor of two about it.
+FACTORS = {"direct": 2.0, "winograd": 10.0, "pallas_tpu": 10.0}
+IMPLEMENTATIONS = tuple(FACTORS)
+
+
+def draw(key, x_shape, w_shape, dtype, bias=True):
+    kx, kw, kb = jax.random.split(key, 3)
+    x = jax.random.normal(kx, x_shape, jnp.float32)
+    scale = np.float32(np.prod(w_shape[:-1])) ** -0.5
+    w = jax.random.normal(kw, w_shape, jnp.float32) * scale
+    b = jax.random.normal(kb, w_shape[-1:], jnp.float32)
+    arrays = (x, w, b) if bias else (x, w)
+    return tuple(a.astype(dtype) for a in arrays)
+
+
+def value_and_vjp(f, arrays, dy):
+    y, vjp = jax.vjp(f, *arrays)
+    return (y, *vjp(dy))
+
+
+def compare(arrays, key, factor, **options):
+    """Checks value and gradients of `conv` by the double benchmark."""
+    implementation = options.pop("implementation")
+
+    ours = functools.partial(conv, implementation=implementation, **options)
+    plain = functools.partial(conv, implementation="reference", **options)
+    shape = jax.eval_shape(plain, *arrays).shape
+    dy = jax.random.normal(key, shape, jnp.float32).astype(arrays[0].dtype)
+
+    @jax.jit
+    def both(arrays, dy):
+        return value_and_vjp(ours, arrays, dy), value_and_vjp(plain, arrays, dy)
+
+    got, same_dtype = both(arrays, dy)
+    with jax.enable_x64(True):
+        wide = [np.asarray(a, np.float64) for a in arrays]
+        exact = value_and_vjp(plain, wide, jnp.asarray(np.asarray(dy, np.float64)))
+    for g, p, t in zip(got, same_dtype, exact, strict=True):
+        assert_as_accurate(g, p, t, factor=factor)
+
+
+SHAPES = [
+    # x, w, padding: ragged tiles, one pixel, cropping, wide filters of channels
+    ((2, 7, 9, 3), (3, 3, 3, 5), "SAME"),
+    ((1, 1, 1, 2), (3, 3, 2, 1), "SAME"),
+    ((1, 5, 13, 1), (3, 3, 1, 17), ((0, 1), (2, -1))),
+    ((3, 14, 15, 5), (3, 3, 5, 3), "VALID"),
+    ((1, 20, 6, 4), (3, 3, 4, 4), ((-1, 3), (3, 0))),
+]
+
+
+@pytest.mark.parametrize(("x", "w", "padding"), SHAPES)
+@pytest.mark.parametrize("implementation", ["direct", "winograd"])
+def test_3x3_against_fp64(implementation, x, w, padding, key):
+    arrays = draw(key, x, w, "float32")
+    factor = FACTORS[implementation]
+    compare(arrays, key, factor, padding=padding, implementation=implementation)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", ["direct", "winograd"])
+def test_half_precision_rounds_once(implementation, dtype, key):
+    # In both, an fp32 result is rounded once at the end.
+    x, w, padding = SHAPES[0]
+    arrays = draw(key, x, w, dtype)
+    compare(arrays, key, 2.0, padding=padding, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "x", "w", "padding"),
+    [
+        ("float32", (2, 7, 9, 3), (3, 3, 3, 5), "SAME"),
+        ("float32", (1, 11, 5, 130), (3, 3, 130, 2), ((-1, 3), (3, 0))),
+        # F(2, 3) with multiplicands rounded to bfloat16: kappa^2 = 1.7, beside the one
+        # rounding of the result that the direct form has.
+        ("bfloat16", (1, 5, 6, 8), (3, 3, 8, 130), "VALID"),
+    ],
+)
+def test_pallas_tpu_against_fp64(dtype, x, w, padding, key):
+    factor = 10.0 if dtype == "float32" else 4.0
+    arrays = draw(key, x, w, dtype)
+    compare(arrays, key, factor, padding=padding, implementation="pallas_tpu")
+
+
+@pytest.mark.parametrize("implementation", ["direct", "winograd"])
+def test_blocks_of_tile_rows_join(implementation, key):
+    # Large enough for several blocks in the XLA form.
+    arrays = draw(key, (2, 64, 33, 24), (3, 3, 24, 32), "float32")
+    factor = FACTORS[implementation]
+    compare(arrays, key, factor, padding="SAME", implementation=implementation)
+
+
+OPTIONS = list(
+    itertools.product(
+        [(1, 1), (2, 2), (3, 2)],
+        [(1, 1), (2, 1)],
+        ["SAME", "VALID", ((1, 0), (2, -1))],
+        [1, 2],
+        [(3, 3), (1, 1), (2, 3)],
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("strides", "dilation", "padding", "groups", "k"), OPTIONS[::7]
+)
+def test_direct_options_against_reference_in_fp64(
+    strides, dilation, padding, groups, k, key
+):
+    options = dict(strides=strides, dilation=dilation, padding=padding, groups=groups)
+    with jax.enable_x64(True):
+        arrays = draw(key, (2, 9, 8, 4), (*k, 4 // groups, 6), "float64")
+        ours = functools.partial(conv2d, **options)
+        plain = functools.partial(conv2d, implementation="reference", **options)
+        dy = jax.random.normal(key, plain(*arrays).shape, jnp.float64)
+        chex.assert_trees_all_close(
+            value_and_vjp(ours, arrays, dy), value_and_vjp(plain, arrays, dy),
+            rtol=1e-12, atol=1e-12,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "x", "w", "options"),
+    [
+        (conv1d, (2, 11, 3), (4, 3, 5), dict(padding="CAUSAL", dilation=2)),
+        (conv1d, (2, 11, 4), (3, 1, 8), dict(groups=4, strides=2)),
+        (conv3d, (1, 4, 5, 6, 2), (3, 2, 1, 2, 3), dict(strides=(1, 2, 1))),
+    ],
+)
+def test_other_ranks(op, x, w, options, key):
+    arrays = draw(key, x, w, "float32")
+    compare(arrays, key, 2.0, implementation=None, **options)
+    assert op(*arrays, **options).shape == conv(*arrays, **options).shape
+
+
+def test_causal_sees_no_future(key):
+    x, w = draw(key, (1, 9, 2), (3, 2, 4), "float32", bias=False)
+    jacobian = jax.jacrev(lambda x: conv1d(x, w, padding="CAUSAL")[0].sum(-1))(x)
+    influence = np.abs(np.asarray(jacobian[:, 0])).sum(-1)
+    assert (influence[np.triu_indices(9, 1)] == 0).all()
+    assert (np.diag(influence) > 0).all()
+
+
+@pytest.mark.parametrize("implementation", ["direct", "winograd"])
+def test_directional_finite_differences(implementation, key):
+    with jax.enable_x64(True):
+        arrays = draw(key, (2, 6, 5, 3), (3, 3, 3, 4), "float64")
+
+        def loss(*a):
+            return jnp.sum(jnp.tanh(conv2d(*a, implementation=implementation)))
+
+        gradients = jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+        step = 1e-5
+        for i, gradient in enumerate(gradients):
+            v = jax.random.normal(
+                jax.random.fold_in(key, i), gradient.shape, jnp.float64
+            )
+            ends = [
+                loss(*arrays[:i], arrays[i] + s * v, *arrays[i + 1 :])
+                for s in (step, -step)
+            ]
+            expected = (ends[0] - ends[1]) / (2 * step)
+            np.testing.assert_allclose(jnp.vdot(gradient, v), expected, rtol=1e-8)
+
+
+# Transformations.
+
+
+class TransformationsTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_with_and_without_jit(self):
+        arrays = draw(jax.random.key(0), (2, 8, 8, 3), (3, 3, 3, 4), "float32")
+        y = self.variant(functools.partial(conv2d, implementation="winograd"))(*arrays)
+        expected = conv2d(*arrays, implementation="reference")
+        chex.assert_trees_all_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", [None, "direct", "winograd"])
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0), (2, -1)])
+def test_vmap_equals_a_loop(implementation, in_axes, key):
+    x, w = draw(key, (2, 6, 5, 3), (3, 3, 3, 4), "float32", bias=False)
+    xs, ws = (
+        a if axis is None else jnp.stack([a, 2 * a, -a], axis)
+        for a, axis in zip((x, w), in_axes, strict=True)
+    )
+
+    def gradients(x, w):
+        def loss(x, w):
+            return jnp.sum(conv2d(x, w, implementation=implementation) ** 2)
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    got = jax.vmap(gradients, in_axes)(xs, ws)
+    for i in range(3):
+        one = (
+            a if axis is None else jnp.take(a, i, axis)
+            for a, axis in zip((xs, ws), in_axes, strict=True)
+        )
+        each = jax.tree.map(lambda g, i=i: g[i], got)
+        chex.assert_trees_all_close(each, gradients(*one), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", [None, "direct", "winograd"])
+def test_grad_of_grad(implementation, key):
+    def twice(implementation):
+        def inner(x, w):
+            return jnp.sum(conv2d(x, w, implementation=implementation) ** 3)
+
+        def outer(x, w):
+            return sum(jnp.sum(g**2) for g in jax.grad(inner, (0, 1))(x, w))
+
+        return jax.grad(outer, (0, 1))
+
+    with jax.enable_x64(True):
+        arrays = draw(key, (1, 5, 6, 2), (3, 3, 2, 3), "float64", bias=False)
+        chex.assert_trees_all_close(
+            twice(implementation)(*arrays), twice("reference")(*arrays), rtol=1e-10
+        )
+
+
+def test_grad_of_grad_in_half_precision(key):
+    x, w = draw(key, (1, 5, 6, 2), (3, 3, 2, 3), "bfloat16", bias=False)
+
+    def penalty(x):
+        inner = jax.grad(lambda x: jnp.sum(conv2d(x, w).astype(jnp.float32) ** 2))(x)
+        return jnp.sum(inner.astype(jnp.float32) ** 2)
+
+    second = jax.grad(penalty)(x)
+    assert second.dtype == jnp.bfloat16
+    assert bool(jnp.isfinite(second.astype(jnp.float32)).all())
+
+
+def test_remat_and_scan_with_a_half_precision_carry(key):
+    x, w = draw(key, (1, 6, 6, 4), (3, 3, 4, 4), "bfloat16", bias=False)
+
+    def loss(w, wrap):
+        def layer(carry, _):
+            return wrap(lambda c: conv2d(c, w))(carry), None
+
+        return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0].astype(jnp.float32))
+
+    plain = jax.grad(loss)(w, lambda f: f)
+    assert plain.dtype == jnp.bfloat16
+    chex.assert_trees_all_equal(plain, jax.grad(loss)(w, jax.checkpoint))
+
+
+def test_forward_mode_works_in_the_reference(key):
+    arrays = draw(key, (1, 4, 4, 2), (3, 3, 2, 2), "float32")
+    f = functools.partial(conv2d, implementation="reference")
+    y, dy = jax.jvp(f, arrays, arrays)
+    assert y.shape == dy.shape
+
+
+# Kinds of fault met in other libraries.
+
+
+@pytest.mark.parametrize(
+    ("size", "k", "stride", "pads"),
+    [(224, 7, 2, (2, 3)), (6, 3, 2, (0, 1)), (5, 3, 2, (1, 1)), (8, 2, 2, (0, 0)),
+     (7, 2, 3, (0, 1)), (6, 4, 1, (1, 2))],
+)  # fmt: skip
+def test_same_padding_puts_the_extra_pixel_at_the_end(size, k, stride, pads, key):
+    x, w = draw(key, (1, size, 1), (k, 1, 2), "float32", bias=False)
+    strided = functools.partial(conv1d, strides=stride)
+    dy = jnp.ones((1, -(-size // stride), 2))
+    same = value_and_vjp(strided, (x, w), dy)
+    pairs = value_and_vjp(functools.partial(strided, padding=(pads,)), (x, w), dy)
+    chex.assert_trees_all_equal(same, pairs)
+
+
+@pytest.mark.parametrize(
+    ("size", "k", "stride", "padding"),
+    [(32, 3, 2, 1), (8, 3, 3, "VALID"), (4, 2, 3, 0)],
+)
+def test_untouched_pixels_have_zero_gradient(size, k, stride, padding, key):
+    x, w = draw(key, (1, size, size, 2), (k, k, 2, 3), "float32", bias=False)
+    f = functools.partial(conv2d, w=w, strides=stride, padding=padding)
+    touched = jax.grad(lambda x: jnp.sum(f(x, w=jnp.ones_like(w))))(x)
+    dx = jax.grad(lambda x: jnp.sum(f(x) ** 2))(x)
+    assert dx.shape == x.shape
+    assert bool((dx[touched == 0] == 0).all())
+
+
+@pytest.mark.parametrize("x_shape", [(0, 5, 5, 2), (2, 2, 2, 2)])
+def test_nothing_to_sum(x_shape, key):
+    # An empty batch; a kernel larger than the image.
+    x, w, b = draw(key, x_shape, (3, 3, 2, 4), "float32")
+    f = functools.partial(conv2d, padding="VALID" if x_shape[0] else "SAME")
+    y, vjp = jax.vjp(f, x, w, b)
+    assert y.shape == ((0, 5, 5, 4) if x_shape[0] == 0 else (2, 0, 0, 4))
+    dx, dw, db = vjp(y)
+    assert dx.shape == x.shape
+    chex.assert_trees_all_equal(dw, jnp.zeros_like(w))
+    chex.assert_trees_all_equal(db, jnp.zeros_like(b))
+
+
+@pytest.mark.parametrize("implementation", ["direct", "winograd"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 13, 15])
+def test_sizes_that_fill_no_tile(implementation, size, key):
+    x, w = draw(key, (1, size, size, 3), (3, 3, 3, 5), "float32", bias=False)
+    with jax.enable_x64(True):
+        truth = conv2d(
+            x.astype(jnp.float64), w.astype(jnp.float64), implementation="reference"
+        )
+    assert errors(conv2d(x, w, implementation=implementation), truth)["max"] < 5e-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weight_gradient_is_summed_in_fp32(dtype):
+    # 16,384 ones: a bfloat16 sum stops at 256, a float16 sum at 2048.
+    x, w = jnp.ones((64, 16, 16, 4), dtype), jnp.ones((1, 1, 4, 1), dtype)
+    _, vjp = jax.vjp(conv2d, x, w)
+    _, dw = vjp(jnp.ones((64, 16, 16, 1), dtype))
+    assert dw.dtype == dtype
+    assert (np.asarray(dw, np.float32) == 16384).all()
+
+
+def test_negative_padding_crops():
+    n = jnp.arange(8.0)
+    x = 100 * jnp.arange(6.0)[:, None, None] + 10 * n[None, :, None] + jnp.zeros(1)
+    y = conv2d(x[None], jnp.ones((1, 1, 1, 1)), padding=((0, 0), (-5, 1)))
+    chex.assert_trees_all_equal(y[0, 0, :, 0], jnp.array([50.0, 60.0, 70.0, 0.0]))
+
+
+def test_one_compilation_for_equal_calls(key):
+    x, w = draw(key, (1, 5, 5, 2), (3, 3, 2, 2), "float32", bias=False)
+    traces = []
+
+    @jax.jit
+    def f(x, w):
+        traces.append(1)
+        return conv2d(x, w, strides=[1, 1], padding=[(1, 1), (1, 1)])
+
+    for _ in range(3):
+        f(x, w)
+    assert len(traces) == 1
+
+
+def test_fp32_stays_fp32_under_x64(key):
+    x, w, b = draw(key, (1, 6, 6, 2), (3, 3, 2, 2), "float32")
+    for implementation in IMPLEMENTATIONS:
+        f = functools.partial(conv2d, implementation=implementation)
+        with jax.enable_x64(True):
+            got = value_and_vjp(f, (x, w, b), jnp.ones((1, 6, 6, 2), "float32"))
+        assert {g.dtype.name for g in got} == {"float32"}
+
+
+def test_same_bits_every_time(key):
+    arrays = draw(key, (2, 17, 9, 5), (3, 3, 5, 7), "float32")
+    f = jax.jit(lambda *a: value_and_vjp(conv2d, a, jnp.ones((2, 17, 9, 7))))
+    first = f(*arrays)
+    for _ in range(5):
+        chex.assert_trees_all_equal(f(*arrays), first)
+
+
+# Bad input.
+
+X, W = np.zeros((2, 8, 8, 4), np.float32), np.zeros((3, 3, 4, 6), np.float32)
+BAD = [
+    (ValueError, r"x must have 4 dimensions", (X[0], W), {}),
+    (ValueError, r"w must have 4 dimensions", (X, W[0]), {}),
+    (ValueError, r"\(3, 3, 4, O\); got \(3, 3, 2, 6\)", (X, W[:, :, :2]), {}),
+    (ValueError, r"groups must be at least 1 and divide", (X, W), dict(groups=3)),
+    (ValueError, r"groups must be at least 1", (X, W), dict(groups=0)),
+    (ValueError, r"b must have shape \(O,\) = \(6,\)", (X, W, X[0, 0, 0]), {}),
+    (ValueError, r"the kernel must not be empty", (X, W[:0]), {}),
+    (TypeError, r"x must have dtype", (X.astype(int), W), {}),
+    (TypeError, r"x must have dtype", (X.astype(complex), W), {}),
+    (TypeError, r"jax_enable_x64 is off", (X.astype(float), W.astype(float)), {}),
+    (TypeError, r"w must have the dtype of x", (X, W.astype("float16")), {}),
+    (TypeError, r"w must be an array; got NoneType", (X, None), {}),
+    (TypeError, r"x must be an array; got list", ([[1.0]], W), {}),
+    (ValueError, r"padding must be \"SAME\"", (X, W), dict(padding="FOO")),
+    (ValueError, r"padding must be \"SAME\"", (X, W), dict(padding="CAUSAL")),
+    (ValueError, r"one entry for each of the 2", (X, W), dict(padding=((1, 1),))),
+    (ValueError, r"int or a \(low, high\) pair", (X, W), dict(padding=((1,), (1, 1)))),
+    (ValueError, r"must not crop more", (X, W), dict(padding=-5)),
+    (TypeError, r"padding must be an int", (X, W), dict(padding=1.5)),
+    (ValueError, r"strides must be a positive int", (X, W), dict(strides=0)),
+    (ValueError, r"strides must be a positive int, or 2", (X, W), dict(strides=(1,))),
+    (TypeError, r"dilation must be an int", (X, W), dict(dilation="a")),
+    (ValueError, r"implementation must be None, one of", (X, W),
+     dict(implementation="cudnn")),
+    (ValueError, r"an empty sequence", (X, W), dict(implementation=())),
+    (NotImplementedError, r"'winograd' takes no strides", (X, W),
+     dict(implementation="winograd", strides=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "arrays", "options"), BAD)
+def test_bad_input(error, message, arrays, options):
+    with pytest.raises(error, match=message):
+        conv2d(*arrays, **options)
+
+
+def test_a_traced_option_is_refused():
+    with pytest.raises(TypeError, match="known while tracing"):
+        jax.jit(lambda s: conv2d(X, W, strides=s))(2)
