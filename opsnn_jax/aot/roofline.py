@@ -1,4 +1,4 @@
-"""How fast a program could run at most, from its flops and bytes and published rates."""
+"""How fast a program could run at most: its flops and bytes at published rates."""
 
 from collections.abc import Sequence
 
