@@ -1,4 +1,4 @@
-"""Every Pallas kernel of the library, forward and backward, at the shapes it is held to.
+"""Every Pallas kernel of the library, forward and backward, and its shapes.
 
 A case is compiled for each of its targets by `tests/aot/test_registry.py`, and its
 issue cycles are compared with `benchmarks/aot_baseline.json`.

@@ -47,7 +47,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
     if schedule:
         lines += [
             ("fills / spills", f"{count(schedule.fills)} / {count(schedule.spills)}"),
-            ("in innermost loops", count(schedule.innermost_spills)),
+            ("both in innermost loops", count(schedule.innermost_spills)),
         ]
     for kernel in report.gpu_kernels:
         lines.append((f"ptxas {kernel.name}", gpu_kernel(kernel)))

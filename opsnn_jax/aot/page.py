@@ -159,11 +159,12 @@ def _kernel(kernel: Kernel) -> str:
     for i, unit in enumerate(units):
         y = top + i * (_LANE + _GAP)
         middle = y + _LANE / 2
+        busy = figures.busy(unit, kernel)
         svg.append(
             f'<rect class="track" x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT}" '
             f'height="{_LANE}"/>'
             f'<text class="name" x="0" y="{middle}">{unit.name}</text>'
-            f'<text x="0" y="{middle + 13}">{figures.busy(unit, kernel):.0%} busy</text>'
+            f'<text x="0" y="{middle + 13}">{busy:.0%} busy</text>'
             f"{_area(lanes[unit.name], y, _COLOURS[unit.name])}"
         )
         if unit.name in _SPILLS and _SPILLS[unit.name] in lanes:
@@ -205,7 +206,8 @@ def _loop(kernel: Kernel, loop) -> str:
     said = f"{figures.trips(loop)}, {figures.count(loop.cycles)} cycles"
     label = ""
     if b - a > 7 * len(said):
-        label = f'<text x="{(a + b) / 2:.1f}" y="{y - 3}" text-anchor="middle">{said}</text>'
+        middle = (a + b) / 2
+        label = f'<text x="{middle:.1f}" y="{y - 3}" text-anchor="middle">{said}</text>'
     return (
         f'<path class="loop" d="M{a:.1f} {y + 5}V{y}H{b:.1f}V{y + 5}">'
         f"<title>{said}</title></path>{label}"
