@@ -170,7 +170,9 @@ def _run_child(root: Path, device: Target, timeout: float) -> dict:
     dumps = root / "dumps"
     dumps.mkdir()
     result = root / "result"
-    command = [sys.executable, "-m", "opsnn_jax.aot.child", root / "request", result]
+    # -P: the current folder is on the path where it was in the parent, not before all.
+    module = ["-P", "-m", "opsnn_jax.aot.child"]
+    command = [sys.executable, *module, root / "request", result]
     stderr = root / "stderr"
     try:
         with stderr.open("wb") as sink:
@@ -215,7 +217,9 @@ def _environment(device: Target, dumps: Path) -> dict[str, str]:
         }
     else:
         flags = env.get("XLA_FLAGS", "")
-        env["XLA_FLAGS"] = f"{flags} --xla_dump_to={dumps}".strip()
+        # The emitters' dumps bring the PTX with them.
+        dump = f"--xla_dump_to={dumps} --xla_dump_emitter_re=.*"
+        env["XLA_FLAGS"] = f"{flags} {dump}".strip()
     return env
 
 
@@ -230,12 +234,18 @@ def meaningful(message: str) -> str:
 
 
 def _notes(result, device, schedule):
-    if result["uncosted"]:
+    if device.platform == "cuda":
+        yield (
+            "The flops are those of the program before optimization."
+            if result["flops"] is not None
+            else "The flops are not known, and the compute bound is left out."
+        )
+    elif result["uncosted"]:
         yield (
             f"{result['uncosted']} Pallas kernel(s) state no cost_estimate: their flops"
             " are not counted, and the compute bound is too low."
         )
-    if result["loops"]:
+    if result["loops"] and result["flops"] is not None:
         yield "XLA counts the flops and bytes of a loop's body once, not once a trip."
     if device.platform == "tpu" and schedule is None:
         yield "The compiler wrote no schedule that could be read."

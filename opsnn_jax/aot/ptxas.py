@@ -1,5 +1,6 @@
 """Registers, spills and shared memory of GPU kernels, as ptxas counts them."""
 
+import dataclasses
 import re
 import subprocess
 import tempfile
@@ -11,6 +12,8 @@ from opsnn_jax.aot.targets import Target
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+# XLA's list of launches: most kernels get their shared memory there, not in the PTX.
+_LAUNCH = re.compile(r"(\S+) grid: .*shared_memory: (\d+) bytes")
 _USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 
 
@@ -21,7 +24,7 @@ def read_kernels(dumps: Path, target: Target) -> tuple[GpuKernel, ...]:
         return ()
     major, minor = target.compute_capability
     arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-    kernels: list[GpuKernel] = []
+    kernels: dict[str, GpuKernel] = {}  # some compilers dump a kernel twice
     for ptx in sorted(dumps.glob("*.ptx")):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             said = subprocess.run(
@@ -29,8 +32,18 @@ def read_kernels(dumps: Path, target: Target) -> tuple[GpuKernel, ...]:
                 capture_output=True,
                 text=True,
             ).stderr
-        kernels += parse_ptxas(said)
-    return tuple(kernels)
+        kernels |= {k.name: k for k in parse_ptxas(said)}
+    shared = {
+        name: int(size)
+        for path in dumps.glob("*.thunk_sequence.txt")
+        for name, size in _LAUNCH.findall(path.read_text())
+    }
+    return tuple(
+        dataclasses.replace(
+            k, shared_memory=max(k.shared_memory, shared.get(k.name, 0))
+        )
+        for k in kernels.values()
+    )
 
 
 def parse_ptxas(text: str) -> list[GpuKernel]:

@@ -44,7 +44,11 @@ class Registry:
         self._cases: dict[str, KernelCase] = {}
 
     def add(self, case: KernelCase) -> None:
-        """Adds a case. Raises ValueError if its name is taken."""
+        """Adds a case. Raises ValueError if its name is taken or has a space."""
+        if " " in case.name:
+            raise ValueError(
+                f"aot registry: a case's name must have no space; got {case.name!r}."
+            )
         if case.name in self._cases:
             raise ValueError(
                 f"aot registry: case names must be unique; {case.name!r} is taken."

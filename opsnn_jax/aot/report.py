@@ -162,7 +162,7 @@ class Roofline:
 
     Attributes:
       rate: the dtype whose peak rate the compute bound uses.
-      compute: flops over that peak.
+      compute: flops over that peak; 0 where they are not known.
       memory: bytes over the memory bandwidth.
       launch: the cost of starting the kernels: on a TPU the scalar code around them,
         at the published clock; on a GPU a cost for each.
@@ -208,7 +208,7 @@ class Report:
       error: the first meaningful lines of the message; empty if `ok`.
       toolchain: package -> version of what compiled it.
       memory, flops, bytes: of the compiled program; None unless `ok`. flops and bytes
-        are XLA's estimates.
+        are XLA's estimates, and None also where it makes none.
       schedule: TPU only.
       gpu_kernels: GPU only.
       roofline: None unless `ok`.

@@ -32,8 +32,8 @@ def choose_rate(target: Target, dtypes: Sequence[str], highest: bool) -> str:
 def find_roofline(
     target: Target,
     rate: str,
-    flops: float,
-    traffic: float,
+    flops: float | None,
+    traffic: float | None,
     memory: Memory,
     kernels: int,
     schedule: Schedule | None,
@@ -48,10 +48,10 @@ def find_roofline(
     if schedule and target.clock:
         cycles = schedule.cycles + (schedule.stalls or 0) + schedule.program
         seconds, launch = cycles / target.clock, schedule.program / target.clock
-    moved = max(traffic, memory.arguments + memory.outputs - memory.aliased)
+    moved = max(traffic or 0, memory.arguments + memory.outputs - memory.aliased)
     return Roofline(
         rate=rate,
-        compute=flops / target.peak[rate],
+        compute=(flops or 0) / target.peak[rate],
         memory=moved / target.bandwidth,
         launch=launch,
         schedule=seconds,
