@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
             (name, find_function(name, implementation, options))
             for name, implementation in named
         ]
+        if args.html and not args.html.parent.is_dir():
+            raise ValueError(f"compile: --html: there is no folder {args.html.parent}.")
         targets = args.target or ["tpu-v5e"]
         for target in targets:  # a typo in the last is found before the first compiles
             get_target(target)
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
                 reports.append(
                     compile_for(call, *inputs, target=target, name=name, rate=args.rate)
                 )
-    except (MissingToolchain, ValueError, TypeError) as error:
+    except (MissingToolchain, NotImplementedError, ValueError, TypeError) as error:
         print(error, file=sys.stderr)
         return 2
     if args.json:

@@ -119,7 +119,8 @@ def compile_for(
             device,
             rate,
             result["flops"],
-            result["bytes"],
+            # XLA does not see what a kernel that states no cost reads.
+            None if result["uncosted"] else result["bytes"],
             memory,
             result["kernels"],
             schedule,

@@ -163,11 +163,11 @@ class Roofline:
     Attributes:
       rate: the dtype whose peak rate the compute bound uses.
       compute: flops over that peak; 0 where they are not known.
-      memory: bytes over the memory bandwidth.
+      memory: the bytes that must move over the memory bandwidth.
       launch: the cost of starting the kernels: on a TPU the scalar code around them,
-        at the published clock; on a GPU a cost for each.
-      schedule: the static schedule at the published clock, stalls and the scalar code
-        included; None without a schedule or clock.
+        at the target's clock; on a GPU a cost for each.
+      schedule: the static schedule at the target's clock, stalls and the scalar code
+        included; None without a schedule.
     """
 
     rate: str

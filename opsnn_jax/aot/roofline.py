@@ -40,15 +40,17 @@ def find_roofline(
 ) -> Roofline:
     """The bounds of one program.
 
-    `traffic` is XLA's estimate of the bytes accessed. It leaves out what a Pallas
-    kernel without `cost_estimate` reads, but every argument and output crosses the
-    memory bus at least once.
+    Arguments are read and outputs written once, unless XLA says that less is enough,
+    as where a few rows of a table are gathered. (It mostly says more, because it counts
+    again what is kept in VMEM; so its figure, `traffic`, is no lower bound itself.)
     """
     seconds, launch = None, kernels * target.launch
-    if schedule and target.clock:
+    if schedule:
         cycles = schedule.cycles + (schedule.stalls or 0) + schedule.program
         seconds, launch = cycles / target.clock, schedule.program / target.clock
-    moved = max(traffic or 0, memory.arguments + memory.outputs - memory.aliased)
+    moved = memory.arguments + memory.outputs - memory.aliased
+    if traffic is not None:
+        moved = min(moved, traffic)
     return Roofline(
         rate=rate,
         compute=(flops or 0) / target.peak[rate],

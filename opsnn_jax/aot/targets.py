@@ -21,8 +21,7 @@ class Target:
       bandwidth: bytes per second from and to device memory.
       memory: bytes of device memory.
       scratch: bytes of VMEM of a core, or of shared memory a thread block can have.
-      clock: Hz at which bundles issue, on GPUs the boost clock; None where nothing
-        published gives it.
+      clock: Hz at which bundles issue; on GPUs the boost clock.
       launch: seconds to start one kernel. NVIDIA does not publish it, so this is an
         order of magnitude that tells programs of many tiny kernels from the rest. 0 on
         TPUs, whose kernels lie in one program: there the schedule says it.
@@ -38,7 +37,7 @@ class Target:
     bandwidth: float
     memory: int
     scratch: int
-    clock: float | None
+    clock: float
     launch: float
     topology: str = ""
     sm: int = 0
@@ -84,9 +83,11 @@ _MIB = 2**20
 _ALL = (
     # Rates, HBM and bandwidth: https://docs.cloud.google.com/tpu/docs/{v5e,v6e,v5p,
     # tpu7x}. VMEM: jax.experimental.pallas.tpu's table of TPUs. The clock is not
-    # published: it is the rate divided by what the matrix units do in a cycle, which is
-    # 4 units of 128 x 128 (v5e, v5p for each of two cores) or 2 of 256 x 256 (v6e)
-    # multiply-adds, rounded to 0.05 GHz.
+    # published. It is inferred, to 0.05 GHz, as the rate divided by what the matrix
+    # units do in a cycle: for v5e, and for each of the two cores of v5p, 4 units of 128
+    # x 128 multiply-adds; for v6e and v7x 2 units of 256 x 256 at two multiply-adds per
+    # cell. With one the clock would be an implausible 3.5 GHz, and XLA's schedules of
+    # large products do more than one per cell and cycle.
     _tpu(
         "v5e",
         "TPU v5 lite",
@@ -121,8 +122,7 @@ _ALL = (
         clock=1.75e9,
     ),
     # Half a chip: JAX sees each of its two cores as a device. int8 is not published; it
-    # is taken to be the bf16 rate. Its rate does not fit two 256 x 256 units at a
-    # plausible clock, so the clock is left open.
+    # is taken to be the bf16 rate.
     _tpu(
         "v7x",
         "TPU7x",
@@ -132,7 +132,7 @@ _ALL = (
         bandwidth=7380e9 / 2,
         memory=96 * _GIB,
         vmem=64 * _MIB,
-        clock=None,
+        clock=2.2e9,
     ),
     # NVIDIA's data sheets of H200, H100 SXM, A100 SXM 80 GB and HGX B200, rates without
     # sparsity. Clocks, multiprocessors and shared memory: the device descriptions in

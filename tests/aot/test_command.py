@@ -60,6 +60,7 @@ def test_functions_are_found_and_bound():
         (["jax:__version__", *SPECS], "is not a function"),
         (["jax.numpy:dot", *SPECS, "--target", "tpu-v9"], "target must be one of"),
         (["jax.numpy:dot", "--shape", "8"], "--shape"),
+        (["jax.numpy:dot", *SPECS, "--html", "no/such/folder/page"], "--html"),
     ],
 )
 def test_requests_that_cannot_be_carried_out_exit_with_2(argv, message, capsys):
@@ -125,4 +126,5 @@ class TestCompiling:
         assert run("jax.numpy:dot", *SPECS, "--vjp", "--json") == 0
         (report,) = json.loads(capsys.readouterr().out)
         assert report["flops"] >= 3 * 2 * 128**3
-        assert report["memory"]["outputs"] == 3 * 4 * 128**2
+        # The product and two gradients; a TPU adds a small table of several outputs.
+        assert 0 <= report["memory"]["outputs"] - 3 * 4 * 128**2 < 1024

@@ -126,21 +126,22 @@ def test_rate(target, dtypes, highest, rate):
 
 def test_roofline_of_a_tpu():
     v5e = get_target("tpu-v5e")
-    roof = find_roofline(v5e, "bfloat16", 197e12, 1.0, MEMORY, 9, SCHEDULE)
+    roof = find_roofline(v5e, "bfloat16", 197e12, 9e9, MEMORY, 9, SCHEDULE)
     assert roof.compute == 1.0
-    # Arguments and outputs cross the bus whatever XLA counts; an alias only once.
+    # Arguments and outputs cross the bus once, an alias only once in all.
     assert roof.memory == pytest.approx(1400 / 819e9)
+    # A gather needs less.
+    less = find_roofline(v5e, "bfloat16", 1.0, 700.0, MEMORY, 9, SCHEDULE)
+    assert less.memory == pytest.approx(700 / 819e9)
     assert roof.launch == pytest.approx(75 / 1.5e9)
     assert roof.schedule == pytest.approx((3_000 + 150 + 75) / 1.5e9)
 
 
-def test_roofline_without_a_known_clock_or_cost():
-    v7x = get_target("tpu-v7x")
-    roof = find_roofline(v7x, "bfloat16", None, None, MEMORY, 9, SCHEDULE)
-    assert (roof.schedule, roof.compute) == (None, 0.0)
-    gpu = find_roofline(get_target("h200"), "float32", 1.0, 9e9, MEMORY, 3, None)
-    assert gpu.launch == pytest.approx(3 * 2e-6)
-    assert gpu.memory == pytest.approx(9e9 / 4.8e12)
+def test_roofline_of_a_gpu_without_known_cost():
+    roof = find_roofline(get_target("h200"), "float32", None, None, MEMORY, 3, None)
+    assert (roof.schedule, roof.gap, roof.compute) == (None, None, 0.0)
+    assert roof.launch == pytest.approx(3 * 2e-6)
+    assert roof.memory == pytest.approx(1400 / 4.8e12)
 
 
 def test_rates_are_consistent():
@@ -149,8 +150,12 @@ def test_rates_are_consistent():
         assert peak["float32"] < peak["bfloat16"] <= peak["int8"]
         assert bool(target.topology) == (target.platform == "tpu")
         assert bool(target.sm) == (target.platform == "cuda")
-    # Published rate = units x rows x columns x 2 x clock.
-    for name, per_cycle in (("tpu-v5e", 131072), ("tpu-v6e", 262144)):
+    # Published rate = units x rows x columns x operations of a cell x clock.
+    for name, per_cycle in (
+        ("tpu-v5e", 131072),
+        ("tpu-v6e", 524288),
+        ("tpu-v7x", 524288),
+    ):
         target = get_target(name)
         assert target.peak["bfloat16"] == pytest.approx(
             per_cycle * target.clock, rel=0.003
