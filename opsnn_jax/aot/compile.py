@@ -250,5 +250,8 @@ def _notes(result, device, schedule):
         yield "XLA counts the flops and bytes of a loop's body once, not once a trip."
     if device.platform == "tpu" and schedule is None:
         yield "The compiler wrote no schedule that could be read."
+    if schedule and schedule.unread:
+        names = ", ".join(schedule.unread)
+        yield f"No schedule was found for these, and they are not counted: {names}."
     if schedule and any(k.unknown_trips for k in schedule.kernels):
         yield "Loops whose length is not a constant are counted as one iteration."

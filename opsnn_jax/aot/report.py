@@ -111,12 +111,14 @@ class Schedule:
       cycles: issue cycles of all kernels, their calls counted.
       stalls: the stalls of all kernels, or None.
       program: issue cycles of the scalar code that calls the kernels.
+      unread: kernels that the program calls and whose schedule was not found.
     """
 
     kernels: tuple[Kernel, ...]
     cycles: int
     stalls: int | None
     program: int
+    unread: tuple[str, ...] = ()
 
     @property
     def fills(self) -> int:

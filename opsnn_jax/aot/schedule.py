@@ -80,6 +80,7 @@ def read_schedule(folder: Path) -> Schedule | None:
         cycles=sum(k.cycles * k.calls for k in kernels),
         stalls=sum(k.stalls * k.calls for k in kernels) if known else None,
         program=count_cycles(program),
+        unread=tuple(name for name in calls if name not in {k.name for k in kernels}),
     )
 
 
@@ -170,7 +171,7 @@ def split_bundles(text: str) -> tuple[list[str], list[str]]:
 def find_loops(bundles: Sequence[str], markers: Sequence[str]) -> list[_Span]:
     """The loops, outer ones before those inside them."""
     headers: dict[str, int] = {}
-    spans = []
+    loops: dict[int, _Span] = {}  # by header: the last branch back ends a loop
     text = "\n".join(bundles)
     for i, (bundle, marker) in enumerate(zip(bundles, markers, strict=True)):
         if marker == "LB":
@@ -178,8 +179,9 @@ def find_loops(bundles: Sequence[str], markers: Sequence[str]) -> list[_Span]:
         for predicate, region in _BACK_BRANCH.findall(bundle):
             if region in headers:
                 last = min(i + BRANCH_DELAY, len(bundles) - 1)
-                spans.append(_Span(headers[region], last, _trips(text, predicate)))
-    return sorted(spans, key=lambda s: (s.first, -s.last))
+                first = headers[region]
+                loops[first] = _Span(first, last, _trips(text, predicate))
+    return sorted(loops.values(), key=lambda s: (s.first, -s.last))
 
 
 def _trips(text: str, predicate: str) -> int | None:

@@ -112,6 +112,8 @@ def test_a_folder_of_dumps(tmp_path):
     assert (kernel.name, kernel.calls, kernel.cycles) == ("tiny.3", 4, 337)
     assert schedule.cycles == 4 * 337
     assert schedule.program > 0
+    # The program calls two more, whose dumps are not in this folder.
+    assert len(schedule.unread) == 2
 
 
 def test_no_program_no_schedule(tmp_path):
