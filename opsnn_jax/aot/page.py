@@ -205,9 +205,13 @@ def _loop(kernel: Kernel, loop) -> str:
     y = (loop.depth - 1) * _LOOP + 14
     said = f"{figures.trips(loop)}, {figures.count(loop.cycles)} cycles"
     label = ""
-    if b - a > 7 * len(said):
+    short = f"x{'?' if loop.trips is None else loop.trips}"
+    fits = [text for text in (said, short) if b - a > 7 * len(text)]
+    if fits:
         middle = (a + b) / 2
-        label = f'<text x="{middle:.1f}" y="{y - 3}" text-anchor="middle">{said}</text>'
+        label = (
+            f'<text x="{middle:.1f}" y="{y - 3}" text-anchor="middle">{fits[0]}</text>'
+        )
     return (
         f'<path class="loop" d="M{a:.1f} {y + 5}V{y}H{b:.1f}V{y + 5}">'
         f"<title>{said}</title></path>{label}"
