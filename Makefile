@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # The CPU is the one machine everyone has; unset JAX_PLATFORMS="" to use another.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: train train-text test test-slow lint format clean
+.PHONY: train train-text test test-slow test-aot lint format clean
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -24,6 +24,10 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@ $(VENV)/.train
 
+$(VENV)/.aot: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[aot,test]'
+	@touch $@ $(VENV)/.test $(VENV)/.train
+
 train: $(VENV)/.train       ## train a ResNet on MNIST digits in mixed float16
 	$(BIN)/opsnn train examples/mnist.yaml
 
@@ -31,10 +35,13 @@ train-text: $(VENV)/.train  ## train a small GPT on the Python manual
 	$(BIN)/opsnn train examples/text.yaml
 
 test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
-	$(PYTEST) -n 2 -m 'not slow' tests
+	$(PYTEST) -n 2 -m 'not slow and not aot' tests
 
 test-slow: $(VENV)/.test    ## run the long tests
 	$(PYTEST) -m slow tests
+
+test-aot: $(VENV)/.aot      ## compile the kernels for absent TPUs and GPUs
+	$(PYTEST) -m aot tests
 
 lint: $(VENV)/.test         ## check style
 	$(BIN)/ruff check .

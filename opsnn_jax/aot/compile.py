@@ -1,0 +1,257 @@
+"""Compiles a function for a device that is not there, and says what came of it."""
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from opsnn_jax.aot import ptxas
+from opsnn_jax.aot.report import Memory, Report
+from opsnn_jax.aot.roofline import choose_rate, find_roofline
+from opsnn_jax.aot.schedule import read_schedule
+from opsnn_jax.aot.targets import Target, get_target
+from opsnn_jax.aot.toolchain import require_toolchain, toolchain_versions
+
+# JAX settings that change what a function traces to; the child takes them over.
+_CONFIG = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_prng_impl",
+)
+
+# The passes whose dumps `schedule.py` reads; all of them together are 100 times larger.
+_PASSES = "(final.*|packed-bundles-post-ra)"
+
+# Lines of error messages that say nothing about the error.
+_BOILERPLATE = re.compile(
+    r"^\s*$|^-+$|^=+$|JAX has removed its internal frames|The above exception was"
+    r"|^\s*at |^\s*@ |^\s*#\d+ |^\*\*\*|^PC: "
+)
+_ERROR_LINES = 8
+_ERROR_WIDTH = 400
+
+
+def compile_for(
+    f: Callable,
+    *specs: Any,
+    target: str,
+    name: str | None = None,
+    rate: str | None = None,
+    timeout: float = 600.0,
+) -> Report:
+    """Compiles `jax.jit(f)(*specs)` by the real compiler of `target`.
+
+    Nothing runs and no accelerator is needed. The function is sent to a child process
+    by cloudpickle and is traced there, for a topology of the target. (Exporting it here
+    and compiling the export would be simpler, but JAX lowers Pallas kernels of an
+    export in forward-compatibility mode, which is not the code a job on the device
+    gets.)
+
+    Args:
+      f: the function. It may be jitted, a partial, a lambda or a closure.
+      *specs: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Only
+        shapes and dtypes are used.
+      target: a name in `opsnn_jax.aot.TARGETS`, such as "tpu-v5e" or "h200".
+      name: what the report is called; by default the name of `f`.
+      rate: the dtype whose peak rate bounds the products, such as "float32", where
+        the arguments do not tell; see `roofline.choose_rate`.
+      timeout: seconds after which the compiler is stopped.
+
+    Returns:
+      The report. An error of the compiler, its crash or its timeout is in the report.
+
+    Raises:
+      MissingToolchain: if the compiler for the target is not installed.
+      ValueError: if the target or the rate is unknown.
+      TypeError: if the function cannot be pickled, or a spec has no shape and dtype.
+
+    Example:
+      >>> compile_for(jnp.dot, x, w, target="tpu-v5e")  # doctest: +SKIP
+    """
+    device = get_target(target)
+    if rate is not None and rate not in device.peak:
+        raise ValueError(
+            f"compile: rate must be one of {', '.join(device.peak)} on {target}; "
+            f"got {rate!r}."
+        )
+    require_toolchain(device)
+    name = name or getattr(f, "__name__", type(f).__name__)
+    structs = _structs(specs)
+    with tempfile.TemporaryDirectory(prefix="opsnn-aot-") as folder:
+        root = Path(folder)
+        (root / "request").write_bytes(_request(f, structs, device))
+        result = _run_child(root, device, timeout)
+        common = dict(
+            name=name,
+            target=target,
+            stage=result["stage"],
+            toolchain=toolchain_versions(device),
+        )
+        if result["stage"] != "done":
+            return Report(ok=False, error=meaningful(result["error"]), **common)
+        dumps = root / "dumps"
+        schedule, gpu_kernels = None, ()
+        if device.platform == "tpu":
+            schedule = read_schedule(dumps)
+        else:
+            gpu_kernels = ptxas.read_kernels(dumps, device)
+    memory = Memory(**result["memory"])
+    dtypes = _dtypes(structs)
+    rate = rate or choose_rate(device, dtypes, result["highest"])
+    return Report(
+        ok=True,
+        error="",
+        memory=memory,
+        flops=result["flops"],
+        bytes=result["bytes"],
+        schedule=schedule,
+        gpu_kernels=gpu_kernels,
+        roofline=find_roofline(
+            device,
+            rate,
+            result["flops"],
+            # XLA does not see what a kernel that states no cost reads.
+            None if result["uncosted"] else result["bytes"],
+            memory,
+            result["kernels"],
+            schedule,
+        ),
+        notes=tuple(_notes(result, device, schedule)),
+        **common,
+    )
+
+
+def _structs(specs):
+    import jax
+
+    def struct(path, a):
+        if not hasattr(a, "shape") or not hasattr(a, "dtype"):
+            raise TypeError(
+                f"compile: argument {jax.tree_util.keystr(path)} must be an array or a "
+                f"jax.ShapeDtypeStruct; got {a!r}. Bind other arguments with "
+                "functools.partial."
+            )
+        return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+    return jax.tree_util.tree_map_with_path(struct, specs)
+
+
+def _dtypes(structs) -> list[str]:
+    import jax
+
+    return [s.dtype.name for s in jax.tree.leaves(structs)]
+
+
+def _request(f, structs, device: Target) -> bytes:
+    import cloudpickle
+    import jax
+
+    try:
+        function = cloudpickle.dumps((f, structs))
+    except Exception as error:  # pickling runs the code of whatever f refers to
+        raise TypeError(
+            f"compile: {f!r} cannot be sent to the compiling process: {error}. Pass a "
+            "function that refers to no locks, files, devices or traced values."
+        ) from error
+    config = {name: getattr(jax.config, name) for name in _CONFIG}
+    return pickle.dumps({"config": config, "function": function, "target": device.name})
+
+
+def _run_child(root: Path, device: Target, timeout: float) -> dict:
+    """Runs the child; its result, or one that says how it ended."""
+    dumps = root / "dumps"
+    dumps.mkdir()
+    result = root / "result"
+    # -P: the current folder is on the path where it was in the parent, not before all.
+    module = ["-P", "-m", "opsnn_jax.aot.child"]
+    command = [sys.executable, *module, root / "request", result]
+    stderr = root / "stderr"
+    try:
+        with stderr.open("wb") as sink:
+            code = subprocess.run(
+                command,
+                env=_environment(device, dumps),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=sink,
+                timeout=timeout,
+            ).returncode
+    except subprocess.TimeoutExpired:
+        error = f"the compiler was stopped after {timeout:g} seconds"
+        return {"stage": "timeout", "error": error}
+    if code == 0 and result.exists():
+        return json.loads(result.read_text())
+    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    said = stderr.read_text(errors="replace").splitlines()
+    fatal = [
+        i for i, line in enumerate(said) if re.match(r"F\d{4} |.*Check fail", line)
+    ]
+    words = "\n".join(said[fatal[0] :] if fatal else said[-_ERROR_LINES:])
+    return {"stage": "crash", "error": f"the compiler {how}\n{words}"}
+
+
+def _environment(device: Target, dumps: Path) -> dict[str, str]:
+    env = dict(os.environ)
+    env["JAX_PLATFORMS"] = "cpu"
+    # What the parent can import, the child can: functions are pickled by reference.
+    env["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    if device.platform == "tpu":
+        env |= {
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true"
+            f" --xla_jf_dump_llo_pass_label_regex={_PASSES}",
+            # Else libtpu asks the cloud's metadata server what machine this is.
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_WORKER_ID": "0",
+            # Two compilations at once are no two users of one TPU.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+    else:
+        flags = env.get("XLA_FLAGS", "")
+        # The emitters' dumps bring the PTX with them.
+        dump = f"--xla_dump_to={dumps} --xla_dump_emitter_re=.*"
+        env["XLA_FLAGS"] = f"{flags} {dump}".strip()
+    return env
+
+
+def meaningful(message: str) -> str:
+    """The first lines of a message that say something, shortened."""
+    lines = [
+        line.rstrip()[:_ERROR_WIDTH]
+        for line in message.splitlines()
+        if not _BOILERPLATE.search(line)
+    ]
+    return "\n".join(lines[:_ERROR_LINES])
+
+
+def _notes(result, device, schedule):
+    if device.platform == "cuda":
+        yield (
+            "The flops are those of the program before optimization."
+            if result["flops"] is not None
+            else "The flops are not known, and the compute bound is left out."
+        )
+    elif result["uncosted"]:
+        yield (
+            f"{result['uncosted']} Pallas kernel(s) state no cost_estimate: their flops"
+            " are not counted, and the compute bound is too low."
+        )
+    if result["loops"] and result["flops"] is not None:
+        yield "XLA counts the flops and bytes of a loop's body once, not once a trip."
+    if device.platform == "tpu" and schedule is None:
+        yield "The compiler wrote no schedule that could be read."
+    if schedule and schedule.unread:
+        names = ", ".join(schedule.unread)
+        yield f"No schedule was found for these, and they are not counted: {names}."
+    if schedule and any(k.unknown_trips for k in schedule.kernels):
+        yield "Loops whose length is not a constant are counted as one iteration."

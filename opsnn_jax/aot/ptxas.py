@@ -1,0 +1,73 @@
+"""Registers, spills and shared memory of GPU kernels, as ptxas counts them."""
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from opsnn_jax.aot.report import GpuKernel
+from opsnn_jax.aot.targets import Target
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+# XLA's list of launches: most kernels get their shared memory there, not in the PTX.
+_LAUNCH = re.compile(r"(\S+) grid: .*shared_memory: (\d+) bytes")
+_USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
+
+
+def read_kernels(dumps: Path, target: Target) -> tuple[GpuKernel, ...]:
+    """Assembles the PTX that XLA dumped once more, and reads what ptxas tells."""
+    ptxas = _find_ptxas()
+    if ptxas is None:
+        return ()
+    major, minor = target.compute_capability
+    arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    kernels: dict[str, GpuKernel] = {}  # some compilers dump a kernel twice
+    for ptx in sorted(dumps.glob("*.ptx")):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            said = subprocess.run(
+                [ptxas, "-v", f"-arch={arch}", ptx, "-o", cubin.name],
+                capture_output=True,
+                text=True,
+            ).stderr
+        kernels |= {k.name: k for k in parse_ptxas(said)}
+    shared = {
+        name: int(size)
+        for path in dumps.glob("*.thunk_sequence.txt")
+        for name, size in _LAUNCH.findall(path.read_text())
+    }
+    return tuple(
+        dataclasses.replace(
+            k, shared_memory=max(k.shared_memory, shared.get(k.name, 0))
+        )
+        for k in kernels.values()
+    )
+
+
+def parse_ptxas(text: str) -> list[GpuKernel]:
+    """The kernels in what `ptxas -v` wrote."""
+    kernels = []
+    parts = _ENTRY.split(text)
+    for name, said in zip(parts[1::2], parts[2::2], strict=True):
+        used, spills = _USED.search(said), _SPILLS.search(said)
+        if used:
+            kernels.append(
+                GpuKernel(
+                    name=name,
+                    registers=int(used[1]),
+                    spill_stores=int(spills[1]) if spills else 0,
+                    spill_loads=int(spills[2]) if spills else 0,
+                    shared_memory=int(used[2] or 0),
+                )
+            )
+    return kernels
+
+
+def _find_ptxas() -> Path | None:
+    spec = find_spec("nvidia.cu13")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(folder) / "bin" / "ptxas").exists():
+            return path
+    return None

@@ -1,0 +1,245 @@
+"""What a compilation for an absent device found out. Frozen, and plain data in JSON."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The use of one kind of issue slot over a whole run of a kernel.
+
+    Attributes:
+      name: the compiler's name: MXU, VALU, EUP, XLU, VLOAD, VSTORE, ...
+      slots: how many of it one bundle can issue.
+      used: slots filled, every bundle counted as often as it is issued.
+    """
+
+    name: str
+    slots: int
+    used: int
+
+    @property
+    def cycles(self) -> int:
+        """The fewest cycles in which this unit alone could issue its work."""
+        return -(-self.used // self.slots)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop of a kernel's schedule.
+
+    Attributes:
+      first: index of its first bundle.
+      last: index of its last bundle, branch delay slots included.
+      depth: 1 for an outermost loop.
+      trips: iterations each time it is entered; None where the count is not a constant,
+        and then the loop counts as one iteration.
+      cycles: bundles issued inside it in one run of the kernel.
+      innermost: no loop lies inside it.
+      fills: vector registers read back from their spill slots, in one run.
+      spills: vector registers written to spill slots, in one run.
+    """
+
+    first: int
+    last: int
+    depth: int
+    trips: int | None
+    cycles: int
+    innermost: bool
+    fills: int
+    spills: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The use of one unit along the schedule, for drawing.
+
+    `use[i]` is the mean share of its slots filled in the i-th of equal stretches of the
+    schedule, each bundle counted once.
+    """
+
+    name: str
+    use: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The static schedule of one kernel, in one run.
+
+    Attributes:
+      name: the name of the XLA instruction.
+      calls: how often the program runs it.
+      bundles: length of the schedule.
+      cycles: issue cycles, bundles times trips through the nesting of loops.
+      stalls: cycles in which nothing issues, which the compiler has folded into delays
+        and which are no bundles of their own; None where it did not say.
+      units: what the bundles do.
+      loops: in the order of their first bundle.
+      fills: vector registers read back from spill slots.
+      spills: vector registers written to spill slots.
+      lanes: `units` along the schedule.
+    """
+
+    name: str
+    calls: int
+    bundles: int
+    cycles: int
+    stalls: int | None
+    units: tuple[Unit, ...]
+    loops: tuple[Loop, ...]
+    fills: int
+    spills: int
+    lanes: tuple[Lane, ...]
+
+    @property
+    def innermost_spills(self) -> int:
+        """Fills and spills inside innermost loops: where they cost most."""
+        return sum(loop.fills + loop.spills for loop in self.loops if loop.innermost)
+
+    @property
+    def unknown_trips(self) -> bool:
+        return any(loop.trips is None for loop in self.loops)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The static schedules of all kernels of a TPU program.
+
+    Attributes:
+      kernels: most expensive first.
+      cycles: issue cycles of all kernels, their calls counted.
+      stalls: the stalls of all kernels, or None.
+      program: issue cycles of the scalar code that calls the kernels.
+      unread: kernels that the program calls and whose schedule was not found.
+    """
+
+    kernels: tuple[Kernel, ...]
+    cycles: int
+    stalls: int | None
+    program: int
+    unread: tuple[str, ...] = ()
+
+    @property
+    def fills(self) -> int:
+        return sum(k.fills * k.calls for k in self.kernels)
+
+    @property
+    def spills(self) -> int:
+        return sum(k.spills * k.calls for k in self.kernels)
+
+    @property
+    def innermost_spills(self) -> int:
+        return sum(k.innermost_spills * k.calls for k in self.kernels)
+
+
+@dataclass(frozen=True)
+class GpuKernel:
+    """What ptxas said of one GPU kernel. Spills are bytes per thread."""
+
+    name: str
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    shared_memory: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of device memory the program needs. `alias` is counted in two of them."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.outputs + self.temporaries - self.aliased
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Lower bounds on the run time, in seconds, from published rates.
+
+    Attributes:
+      rate: the dtype whose peak rate the compute bound uses.
+      compute: flops over that peak; 0 where they are not known.
+      memory: the bytes that must move over the memory bandwidth.
+      launch: the cost of starting the kernels: on a TPU the scalar code around them,
+        at the target's clock; on a GPU a cost for each.
+      schedule: the static schedule at the target's clock, stalls and the scalar code
+        included; None without a schedule.
+    """
+
+    rate: str
+    compute: float
+    memory: float
+    launch: float
+    schedule: float | None
+
+    @property
+    def bound(self) -> str:
+        """Which of compute, memory and launch binds."""
+        bounds = {
+            "compute": self.compute,
+            "memory": self.memory,
+            "launch": self.launch,
+        }
+        return max(bounds, key=bounds.__getitem__)
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.memory, self.launch)
+
+    @property
+    def gap(self) -> float | None:
+        """How many times longer the schedule is than the roofline allows."""
+        return self.schedule / self.seconds if self.schedule is not None else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict of a device's compiler on one function.
+
+    Attributes:
+      name: what was compiled.
+      target: for what.
+      ok: the compiler took it.
+      stage: where it ended: "trace", "compile", "crash" or "timeout"; "done" if `ok`.
+      error: the first meaningful lines of the message; empty if `ok`.
+      toolchain: package -> version of what compiled it.
+      memory, flops, bytes: of the compiled program; None unless `ok`. flops and bytes
+        are XLA's estimates, and None also where it makes none.
+      schedule: TPU only.
+      gpu_kernels: GPU only.
+      roofline: None unless `ok`.
+      notes: what a reader of the figures must know.
+    """
+
+    name: str
+    target: str
+    ok: bool
+    stage: str
+    error: str
+    toolchain: dict[str, str]
+    memory: Memory | None = None
+    flops: float | None = None
+    bytes: float | None = None
+    schedule: Schedule | None = None
+    gpu_kernels: tuple[GpuKernel, ...] = ()
+    roofline: Roofline | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """The report as JSON, with the derived figures beside what they derive from."""
+        data = dataclasses.asdict(self)
+        if self.memory:
+            data["memory"]["peak"] = self.memory.peak
+        if self.roofline:
+            for name in ("bound", "seconds", "gap"):
+                data["roofline"][name] = getattr(self.roofline, name)
+        if self.schedule:
+            for name in ("fills", "spills", "innermost_spills"):
+                data["schedule"][name] = getattr(self.schedule, name)
+        return json.dumps(data, indent=1)

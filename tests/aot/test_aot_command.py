@@ -1,0 +1,130 @@
+"""The command: arguments, exit codes, and what it leaves behind."""
+
+import argparse
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from opsnn_jax.aot import command, toolchain
+from opsnn_jax.aot.command import add_arguments, find_function, parse_option
+from opsnn_jax.aot.targets import get_target
+
+SPECS = ["--shape", "128x128:f32", "--shape", "128x128:f32"]
+
+
+def run(*argv):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return command.run(parser.parse_args(argv))
+
+
+@pytest.mark.parametrize(
+    "text, shape, dtype",
+    [
+        ("8x28x28x256:bf16", (8, 28, 28, 256), jnp.bfloat16),
+        ("7:i8", (7,), jnp.int8),
+        (":f32", (), jnp.float32),
+        ("2x0:float16", (2, 0), jnp.float16),
+    ],
+)
+def test_shape(text, shape, dtype):
+    spec = command.parse_shape(text)
+    assert (spec.shape, spec.dtype) == (shape, dtype)
+
+
+@pytest.mark.parametrize("text", ["8x8", "8xf32", "8x8:half8", "", "-1x2:f32"])
+def test_bad_shape(text):
+    with pytest.raises(ValueError, match="--shape must be like"):
+        command.parse_shape(text)
+
+
+def test_option():
+    assert parse_option("strides=(2, 2)") == ("strides", (2, 2))
+    assert parse_option("padding=SAME") == ("padding", "SAME")
+    with pytest.raises(ValueError, match="NAME=VALUE"):
+        parse_option("strides")
+
+
+def test_functions_are_found_and_bound():
+    f = find_function("aot_kernels:product@fast", None, {"block": 64})
+    assert f.keywords == {"block": 64, "implementation": "fast"}
+    assert find_function("jax.numpy:linalg.norm", None, {}) is jnp.linalg.norm
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["no_such_op", *SPECS], "expected an op of opsnn_jax or module:function"),
+        (["no.module:f", *SPECS], "no.module:f"),
+        (["jax:__version__", *SPECS], "is not a function"),
+        (["jax.numpy:dot", *SPECS, "--target", "tpu-v9"], "target must be one of"),
+        (["jax.numpy:dot", "--shape", "8"], "--shape"),
+        (["jax.numpy:dot", *SPECS, "--html", "no/such/folder/page"], "--html"),
+    ],
+)
+def test_requests_that_cannot_be_carried_out_exit_with_2(argv, message, capsys):
+    assert run(*argv) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "target, words",
+    [
+        ("tpu-v5e", ["libtpu", "pip install 'opsnn-jax[aot]'"]),
+        ("h200", ["jax-cuda13-plugin==", "nvidia-nvvm"]),
+    ],
+)
+def test_a_missing_toolchain_is_one_line_and_exits_with_2(
+    target, words, monkeypatch, capsys
+):
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
+    assert run("jax.numpy:dot", *SPECS, "--target", target) == 2
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    assert all(word in said for word in words)
+
+
+def test_a_toolchain_half_installed_names_the_other_half(monkeypatch):
+    real = toolchain.find_spec
+    monkeypatch.setattr(
+        toolchain,
+        "find_spec",
+        lambda name: None if name == "libtpu" else real(name),
+    )
+    with pytest.raises(toolchain.MissingToolchain, match="needs libtpu. Run"):
+        toolchain.require_toolchain(get_target("tpu-v6e"))
+
+
+@pytest.mark.aot
+class TestCompiling:
+    @pytest.fixture(autouse=True)
+    def tpu(self, compiles_for):
+        compiles_for("tpu-v5e")
+
+    def test_two_functions_as_a_table_and_a_page(self, tmp_path, capsys):
+        page = tmp_path / "page.html"
+        compare = ["--compare", "jax.numpy:dot", "--html", str(page)]
+        assert run("aot_kernels:product", *SPECS, *compare) == 0
+        assert "jax.numpy:dot" in capsys.readouterr().out
+        assert "product.1" in page.read_text()
+
+    def test_json(self, capsys):
+        argv = [*SPECS, "--target", "tpu-v5e", "--target", "tpu-v6e", "--json"]
+        assert run("jax.numpy:dot", *argv) == 0
+        reports = json.loads(capsys.readouterr().out)
+        assert [r["target"] for r in reports] == ["tpu-v5e", "tpu-v6e"]
+
+    def test_a_refusal_exits_with_1(self, capsys):
+        argv = ["--shape", "8192x2048:f32"]
+        assert run("aot_kernels:double", *argv) == 1
+        assert "refused (compile)" in capsys.readouterr().out
+
+    def test_backward(self, capsys):
+        assert run("jax.numpy:dot", *SPECS, "--vjp", "--json") == 0
+        (report,) = json.loads(capsys.readouterr().out)
+        assert report["flops"] >= 3 * 2 * 128**3
+        # The product and two gradients; a TPU adds a small table of several outputs.
+        assert 0 <= report["memory"]["outputs"] - 3 * 4 * 128**2 < 1024
