@@ -22,7 +22,7 @@ Batch = dict[str, np.ndarray]
 
 
 class DataError(Exception):
-    """A data set cannot be had; the message says what to do."""
+    """Data cannot be had, or does not fit; the message says what to do."""
 
 
 class ResumableIterator(Protocol):
@@ -159,12 +159,12 @@ def shuffled(rows: Batch, batch_size: int, seed: int) -> BatchStream:
     """Batches of rows, every epoch in another order. A rest too small is left out.
 
     Raises:
-      ValueError: if there are fewer rows than one batch takes.
+      DataError: if there are fewer rows than one batch takes.
     """
     count = len(next(iter(rows.values())))
     per_epoch = count // batch_size
     if not per_epoch:
-        raise ValueError(
+        raise DataError(
             f"data: batch_size must be at most the {count} rows there are; "
             f"got {batch_size}."
         )
@@ -184,10 +184,10 @@ def random_windows(
     """Batches of windows of `length` tokens and the token that follows each.
 
     Raises:
-      ValueError: if the text is shorter than a window.
+      DataError: if the text is shorter than a window.
     """
     if len(tokens) <= length:
-        raise ValueError(
+        raise DataError(
             f"data: sequence_length must be below the {len(tokens)} characters there "
             f"are; got {length}."
         )

@@ -16,7 +16,7 @@ class RunFolder:
     """A new folder, `parent/name-0`, `parent/name-1`, ..., never one that is there.
 
     It is made, and written to, when this object is: what cannot be kept must be known
-    before hours are spent.
+    before hours are spent. A context manager, which closes the metrics file.
 
     Attributes:
       path: the folder. `config.json`, `metrics.jsonl` (a line for each step),
@@ -49,6 +49,12 @@ class RunFolder:
 
     def close(self) -> None:
         self._metrics.close()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -133,8 +139,8 @@ def _number(value: Any) -> float:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """An exponential average over a thirtieth of the run. Gaps are stepped over."""
-    decay = 1.0 - 1.0 / max(len(values) / 30, 1.0)
+    """An exponential average over a sixtieth of the run. Gaps are stepped over."""
+    decay = 1.0 - 1.0 / max(len(values) / 60, 1.0)
     total = weight = 0.0
     out = []
     for value in values:

@@ -1,5 +1,6 @@
 """What a configuration trains: a model, its loss, its data and how it is judged."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from .config import Config, OptimizerConfig
 from .leaves import PyTree
 from .step import LossFn
 
-# Sentences of a fair comparison need the same draws, whatever the precision.
+# The same draws whatever the run's seed, so that samples of two runs compare.
 _SAMPLE_SEED = 0
 
 
@@ -51,8 +52,7 @@ def make_task(config: Config) -> Task:
     """The task that a configuration describes.
 
     Raises:
-      DataError: if the data cannot be had.
-      ValueError: if data and batch do not fit.
+      DataError: if the data cannot be had, or holds less than a batch.
     """
     make = {"mnist": classify_images, "python_manual": model_text}[config.data.name]
     return make(config)
@@ -82,8 +82,9 @@ def classify_images(config: Config) -> Task:
     images = data.load_mnist(options.test_size, config.run.seed)
     batches = data.shuffled(images.train, options.batch_size, config.run.seed)
     model = ResNet(config.model.widths, config.model.blocks, dtype=policy.compute)
-    variables = model.init(
-        jax.random.key(config.run.seed), images.train["image"][:1], train=False
+    # Under jit: op by op it would compile each of them.
+    variables = jax.jit(functools.partial(model.init, train=False))(
+        jax.random.key(config.run.seed), images.train["image"][:1]
     )
 
     def loss_fn(params, batch_stats, batch, rng):
@@ -131,17 +132,22 @@ def model_text(config: Config) -> Task:
     batches = data.random_windows(
         text.train, length, options.batch_size, config.run.seed
     )
-    model = GPT(
-        len(text.alphabet),
-        length,
-        layers=shape.layers,
-        width=shape.width,
-        heads=shape.heads,
-        dropout=shape.dropout,
-        dtype=policy.compute,
-        rngs=nnx.Rngs(config.run.seed),
-    )
-    graph, params = nnx.split(model)
+
+    def make():
+        return GPT(
+            len(text.alphabet),
+            length,
+            layers=shape.layers,
+            width=shape.width,
+            heads=shape.heads,
+            dropout=shape.dropout,
+            dtype=policy.compute,
+            rngs=nnx.Rngs(config.run.seed),
+        )
+
+    graph, _ = nnx.split(nnx.eval_shape(make))
+    # Under jit: op by op it would compile each of them.
+    params = jax.jit(lambda: nnx.split(make())[1])()
 
     def loss_fn(params, model_state, batch, rng):
         dropout_key = rng if shape.dropout else None

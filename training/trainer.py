@@ -55,8 +55,12 @@ def train(config: Config, console: Console) -> Outcome:
       StuckError: after `optimization.stop_after_skips` skipped steps in a row. What was
         written until then is kept.
     """
-    folder = RunFolder(config.run.folder, config.run.name, config.model_dump())
-    console.print(f"run folder: {folder.path}", soft_wrap=True, highlight=False)
+    with RunFolder(config.run.folder, config.run.name, config.model_dump()) as folder:
+        console.print(f"run folder: {folder.path}", soft_wrap=True, highlight=False)
+        return _train(config, console, folder)
+
+
+def _train(config: Config, console: Console, folder: RunFolder) -> Outcome:
     task = make_task(config)
     options = config.optimization
     scaling = {"policy": options.policy, "loss_scale": options.build_loss_scale()}
@@ -89,19 +93,14 @@ def train(config: Config, console: Console) -> Outcome:
                 state, metrics = step(state, next(batches))
                 pending.append(metrics)
                 if done % config.run.report_every == 0 or done == task.steps:
-                    new = _to_host(pending)
-                    pending = []
-                    folder.write_metrics([_row(m) for m in new])
-                    rows += [_row(m) for m in new]
-                    _check_progress(new[-1], state, options.stop_after_skips)
-                    display.update(done, rows[-1], clock(len(new)))
+                    fetched, pending = jax.device_get(pending), []
+                    rows += _keep(fetched, folder)
+                    _check_progress(fetched[-1], state, options.stop_after_skips)
+                    display.update(done, rows[-1], clock(len(fetched)))
     except KeyboardInterrupt:
         interrupted = True
-        new = _to_host(pending)
-        folder.write_metrics([_row(m) for m in new])
-        rows += [_row(m) for m in new]
+        rows += _keep(jax.device_get(pending), folder)
     finally:
-        folder.close()
         plotted = _plot(rows, folder.path, config)
 
     results, sample = {}, None
@@ -130,13 +129,14 @@ class _Rate:
         return 0.0 if last is None else steps * self._per_step / (self._last - last)
 
 
-def _to_host(pending: list[dict[str, jax.Array]]) -> list[dict[str, Any]]:
-    return jax.device_get(pending)
-
-
-def _row(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The scalars of one step as Python numbers."""
-    return {name: v.item() for name, v in metrics.items() if name != "finite_leaves"}
+def _keep(fetched: list[dict[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:
+    """Writes the scalars of some steps to the folder and returns them."""
+    rows = [
+        {name: value.item() for name, value in metrics.items() if value.ndim == 0}
+        for metrics in fetched
+    ]
+    folder.write_metrics(rows)
+    return rows
 
 
 def _check_progress(metrics: dict[str, Any], state: TrainState, limit: int) -> None:
