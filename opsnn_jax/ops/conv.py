@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from opsnn_jax.dispatch import Implementation, Requested, Table, align_varying
 from opsnn_jax.kernels.conv import direct
 from opsnn_jax.kernels.conv.spec import ConvSpec
+from opsnn_jax.kernels.winograd import tpu as winograd_tpu
 from opsnn_jax.kernels.winograd import xla as winograd
 
 Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
@@ -288,6 +289,17 @@ _WINOGRAD = Implementation(
     },
     refuses=winograd.refuses,
 )
+_WINOGRAD_TPU = Implementation(
+    "pallas_tpu",
+    {
+        "fwd": winograd_tpu.forward,
+        "dx": winograd_tpu.input_gradient,
+        "dw": winograd_tpu.weight_gradient,
+    },
+    platforms=("tpu",),
+    refuses=winograd_tpu.refuses,
+    pallas=True,
+)
 
 
 def _order(name: str, platform: str, spec: ConvSpec) -> tuple[str, ...]:
@@ -305,7 +317,7 @@ def _winograd_pays(name: str, spec: ConvSpec) -> bool:
     return min(spec.w_shape[-2:]) >= fewest and tiles >= 96
 
 
-_TABLE = Table("conv", (_DIRECT, _WINOGRAD), _order, plain=_DIRECT)
+_TABLE = Table("conv", (_DIRECT, _WINOGRAD, _WINOGRAD_TPU), _order, plain=_DIRECT)
 
 
 # The derivative rule.
