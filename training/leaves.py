@@ -74,8 +74,21 @@ def select(take_new: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     multiplying by zero would keep it.
 
     Raises:
-      TypeError: if a leaf's shape or dtype, or the structure, differs between the two:
-        a state that changes its type would be traced anew at every step.
+      TypeError: if the trees differ in structure, or a leaf in shape or dtype.
+    """
+
+    def pick(n, o):
+        return jnp.where(take_new, n, o)
+
+    return jax.tree.map(pick, of_same_types(new, old), old)
+
+
+def of_same_types(new: PyTree, old: PyTree) -> PyTree:
+    """`new` as strongly typed arrays, if its structure, shapes and dtypes are `old`'s.
+
+    Raises:
+      TypeError: if they are not, naming the leaf: a state that changes its type would
+        be traced anew at every step.
     """
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise TypeError(
@@ -83,7 +96,7 @@ def select(take_new: jax.Array, new: PyTree, old: PyTree) -> PyTree:
             f"{jax.tree.structure(old)} and became {jax.tree.structure(new)}."
         )
 
-    def pick(path, n, o):
+    def check(path, n, o):
         n, o = jnp.asarray(n), jnp.asarray(o)
         if n.shape != o.shape or n.dtype != o.dtype:
             raise TypeError(
@@ -91,9 +104,9 @@ def select(take_new: jax.Array, new: PyTree, old: PyTree) -> PyTree:
                 f"from step to step; it became {n.dtype}{list(n.shape)}. "
                 "Cast it where it is made."
             )
-        return jnp.where(take_new, n, o)
+        return _strong(n)
 
-    return jax.tree.map_with_path(pick, new, old)
+    return jax.tree.map_with_path(check, new, old)
 
 
 def owned_copy(tree: PyTree) -> PyTree:
@@ -103,10 +116,10 @@ def owned_copy(tree: PyTree) -> PyTree:
     or that stands in the state twice, must not be among them.
     """
 
-    def copy(leaf):
-        array = jnp.array(leaf, copy=True)
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return array
-        return jax.lax.convert_element_type(array, array.dtype)
+    return jax.tree.map(lambda leaf: _strong(jnp.array(leaf, copy=True)), tree)
 
-    return jax.tree.map(copy, tree)
+
+def _strong(array: jax.Array) -> jax.Array:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array
+    return jax.lax.convert_element_type(array, array.dtype)

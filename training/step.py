@@ -33,6 +33,7 @@ from .leaves import (
     float_leaves,
     is_float,
     merge,
+    of_same_types,
     path_name,
     select,
     stays_finite,
@@ -118,34 +119,37 @@ def make_train_step(
         if clip_norm is not None:
             grads = clip_by_norm(grads, clip_norm, norm)
 
-        floats = float_leaves(state.params)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, floats)
-        # optax itself mixes integers and floats, which strict promotion forbids.
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = optimizer.update(
-                grads, state.opt_state, floats, value=loss
-            )
-        floats = optax.apply_updates(floats, updates)
-
-        def written(s: TrainState):
-            return s.params, s.opt_state, s.model_state, s.ema, s.step
-
-        updated = replace(
-            state,
-            params=merge(floats, state.params),
-            opt_state=opt_state,
-            model_state=window.model_state,
-            ema=_average(state.ema, floats, ema_decay),
-            step=state.step + 1,
-        )
         # The norm can exceed fp32 though every gradient is finite; clipping would then
         # make all of them zero.
         finite = finite_leaves.all() & jnp.isfinite(norm)
-        finite &= stays_finite(written(updated), written(state))
 
-        params, opt_state, model_state, ema, number = select(
-            finite, written(updated), written(state)
-        )
+        before = _written(state)
+
+        def update():
+            floats = float_leaves(state.params)
+            # What is updated is the master weight, whatever its dtype.
+            cast = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, floats)
+            # optax mixes integers and floats, which strict promotion forbids.
+            with jax.numpy_dtype_promotion("standard"):
+                updates, opt_state = optimizer.update(
+                    cast, state.opt_state, floats, value=loss
+                )
+            floats = optax.apply_updates(floats, updates)
+            updated = replace(
+                state,
+                params=merge(floats, state.params),
+                opt_state=opt_state,
+                model_state=window.model_state,
+                ema=_average(state.ema, floats, ema_decay),
+                step=state.step + 1,
+            )
+            return of_same_types(_written(updated), before)
+
+        # A branch, for XLA would otherwise compute the update again inside each check
+        # that reads it, which takes twice as long to compile.
+        after = jax.lax.cond(finite, update, lambda: before)
+        finite &= stays_finite(after, before)
+        params, opt_state, model_state, ema, number = select(finite, after, before)
         new = TrainState(
             params=params,
             opt_state=opt_state,
@@ -176,6 +180,11 @@ def make_train_step(
         return new, metrics | window.metrics
 
     return jax.jit(step, donate_argnums=(0,) if donate else ())
+
+
+def _written(state: TrainState) -> PyTree:
+    """What a step writes and a skip leaves alone."""
+    return state.params, state.opt_state, state.model_state, state.ema, state.step
 
 
 class _Window(NamedTuple):
