@@ -279,7 +279,8 @@ def _pcast(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
     """The tree, varying over the axes."""
 
     def cast(x):
-        missing = tuple(a for a in axes if a not in jax.typeof(x).vma)
+        varying = jax.typeof(x).manual_axis_type.varying
+        missing = tuple(a for a in axes if a not in varying)
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree) if axes else tree
