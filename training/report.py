@@ -102,7 +102,7 @@ def plot_curves(rows: Sequence[dict[str, Any]], path: pathlib.Path, title: str) 
         axes.set_title(label, loc="left", fontsize=10.5)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8.5, color="#a0aec0")
+        axes.tick_params(which="both", labelsize=8.5, color="#a0aec0")
         axes.margins(x=0.01)
     note = "attempted step"
     if skipped:
