@@ -1,0 +1,129 @@
+"""Configurations: what is read, and that every fault is one line naming the key."""
+
+import pytest
+
+from opsnn_jax.training import DynamicLossScale, NoLossScale, StaticLossScale
+from opsnn_jax.training.config_file import ConfigError, load
+
+TEXT = """
+run: {name: mnist, epochs: 8}
+data: {name: mnist, batch_size: 100}
+model: {name: resnet}
+optimization: {precision: mixed_fp16, loss_scale: {initial: 4096, growth_interval: 9}}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def test_reads_sections_and_defaults(path):
+    config = load(path)
+    assert config.run.seed == 0
+    assert config.model.widths == (16, 32, 64)
+    assert config.optimization.policy.compute == "float16"
+    assert config.optimization.build_loss_scale() == DynamicLossScale(
+        initial=4096, growth_interval=9
+    )
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ("auto", DynamicLossScale()),
+        ("none", NoLossScale()),
+        ("1024", StaticLossScale(1024)),
+        ("{hysteresis: 2, min: 0.5}", DynamicLossScale(hysteresis=2, min=0.5)),
+    ],
+)
+def test_kinds_of_loss_scale(path, given, expected):
+    config = load(path, [f"optimization.loss_scale={given}"])
+    assert config.optimization.build_loss_scale() == expected
+
+
+def test_automatic_loss_scale_follows_the_precision(path):
+    config = load(path, ["optimization={precision: mixed_bf16}"])
+    assert config.optimization.build_loss_scale() == NoLossScale()
+
+
+def test_overrides_reach_into_sections_that_are_not_there(path):
+    config = load(path, ["run.seed=3", "optimizer.learning_rate=1e-3", "data.shift=0"])
+    assert (config.run.seed, config.data.shift) == (3, 0)
+    assert config.optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("run.sed=1", "run.sed: unknown key. Did you mean 'seed'? Allowed: name, seed"),
+        ("optimzer.name=sgd", "optimzer: unknown key. Did you mean 'optimizer'?"),
+        ("optimization.precison=x", "Did you mean 'precision'? Allowed: precision"),
+        ("optimization.precision=fp8", "optimization.precision: Policy: expected"),
+        ("optimization.loss_scale.inital=8", "inital: unknown key. Did you mean 'init"),
+        ("optimization.loss_scale.initial=3", "initial must be a power of two"),
+        ("optimization.loss_scale.initial=a", "initial: must be a valid number"),
+        ("optimization.loss_scale=3", "value must be a power of two"),
+        ("optimization.loss_scale=lots", "expected 'auto', 'none', a number, or keys"),
+        ("optimization.loss_scale=true", "expected 'auto', 'none', a number, or keys"),
+        ("optimization.micro_batches=3", "(3) must divide data.batch_size (100)"),
+        ("data.batch_size=ten", "data.batch_size: must be a valid integer"),
+        ("data.batch_size=-1", "data.batch_size: must be greater than 0; got -1."),
+        (
+            "data.name=cifar",
+            "data.name: expected 'mnist', 'python_manual'; got 'cifar'",
+        ),
+        ("data={batch_size: 3}", "data.name: is missing"),
+        ("data=3", "data: must be a section with keys; got 3."),
+        ("model.heads=3", "model.heads: unknown key. Allowed: name, widths, blocks."),
+        ("model.name=gpt", "data 'mnist' goes with model 'resnet', not 'gpt'"),
+        ("model.widths=[1,a]", "model.widths.1: must be a valid integer"),
+        ("model={name: gpt, width: 9, heads: 2}", "heads (2) must divide width (9)"),
+        (
+            "optimizer.name=adam",
+            "optimizer.name: must be 'adamw' or 'sgd'; got 'adam'.",
+        ),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate: must be a finite"),
+        ("run.steps=3", "run: give one of epochs and steps."),
+        ("run.name=a/b", "run.name: must match pattern"),
+        ("run=3", "run: must be a section with keys; got 3."),
+        ("run.seed.a=3", "--set run.seed.a=3: seed is not a section."),
+        ("run.seed", "--set run.seed: expected key=value"),
+        ("run.seed=[1", "--set run.seed=[1: is not YAML"),
+    ],
+)
+def test_fault_is_one_line_naming_the_key(path, override, says):
+    first = ["run.seed=1"]  # `run.seed.a` needs it there
+    with pytest.raises(ConfigError) as e:
+        load(path, [*first, override])
+    assert says in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("a: [1", "is not YAML"),
+        ("", "expected sections run, data, model, optimizer, optimization"),
+        ("- 1", "expected sections"),
+        ("{1: 2, run: {name: a}}", "keys must be words"),
+        ("run: {name: a, epochs: 1}", "data: is missing"),
+    ],
+)
+def test_fault_of_the_file(tmp_path, content, says):
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        load(str(path))
+
+
+def test_missing_file():
+    with pytest.raises(ConfigError, match="nowhere.yaml: cannot be read: No such file"):
+        load("nowhere.yaml")
+
+
+@pytest.mark.parametrize("name", ["mnist", "text"])
+def test_examples_are_valid(name, request):
+    load(str(request.config.rootpath / "examples" / f"{name}.yaml"))

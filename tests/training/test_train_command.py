@@ -1,0 +1,164 @@
+"""`opsnn train`, in process: what it leaves, exit codes, one line for a fault."""
+
+import json
+import runpy
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from opsnn_jax import cli
+from opsnn_jax.training import report, trainer
+
+TINY_IMAGES = {
+    "run": {"name": "images", "steps": 6, "report_every": 2},
+    "data": {"name": "mnist", "batch_size": 10, "test_size": 20},
+    "model": {"name": "resnet", "widths": [2]},
+    "optimization": {"precision": "mixed_fp16", "loss_scale": {"initial": 4096}},
+}
+TINY_TEXT = {
+    "run": {"name": "text", "steps": 4, "report_every": 3},
+    "data": {"name": "python_manual", "batch_size": 4, "sequence_length": 8},
+    "model": {"name": "gpt", "layers": 1, "width": 8, "heads": 2, "sample_length": 12},
+    "optimization": {"precision": "mixed_bf16", "micro_batches": 2, "ema_decay": 0.9},
+}
+
+
+@pytest.fixture(autouse=True)
+def flax_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # flax and optax need it
+        yield
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Runs the command; returns exit code, both outputs, and the folder of runs."""
+
+    def run(config, *options):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        folder = tmp_path / "runs"
+        code = cli.main(["train", str(path), "--set", f"run.folder={folder}", *options])
+        out, err = capsys.readouterr()
+        return code, out, err, folder
+
+    return run
+
+
+def test_images_twice(run):
+    code, out, err, runs = run(TINY_IMAGES)
+    assert (code, err) == (0, "")
+    folder = runs / "images-0"
+    assert f"run folder: {folder}\n" in out and "test accuracy" in out
+    assert "step 6/6" in out and "images/s" in out
+    rows = report.read_metrics(folder / "metrics.jsonl")
+    assert [row["attempted_steps"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "accuracy", "loss_scale", "grad_norm", "skipped"} <= rows[0].keys()
+    results = json.loads((folder / "results.json").read_text())
+    assert 0.0 <= results["test accuracy"] <= 1.0
+    assert json.loads((folder / "config.json").read_text())["data"]["batch_size"] == 10
+    with Image.open(folder / "curves.png") as image:
+        assert min(image.size) > 400
+        assert np.asarray(image.convert("L")).std() > 5
+
+    # The same again: the same numbers, in another folder.
+    assert run(TINY_IMAGES)[0] == 0
+    assert report.read_metrics(runs / "images-1" / "metrics.jsonl") == rows
+
+
+def test_text(run):
+    code, out, err, runs = run(TINY_TEXT)
+    assert (code, err) == (0, "")
+    assert "bits per character" in out and "The model writes:" in out
+    results = json.loads((runs / "text-0" / "results.json").read_text())
+    assert results["sample"].startswith("The ")
+    assert len(results["sample"]) == len("The ") + 12
+    assert 0.0 < results["bits per character"] < 8.0
+
+
+@pytest.mark.parametrize(
+    "option, says",
+    [
+        ("run.sed=1", "run.sed: unknown key. Did you mean 'seed'?"),
+        ("data.batch_size=a", "data.batch_size: must be a valid integer"),
+        ("data.batch_size=4990", "batch_size must be at most the 4980 rows"),
+    ],
+)
+def test_bad_configuration_is_one_line_and_exit_code_2(run, option, says):
+    code, _, err, _ = run(TINY_IMAGES, "--set", option)
+    assert code == 2
+    assert says in err and err.count("\n") == 1
+
+
+def test_unwritable_run_folder_is_one_line_before_training(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "make_task", lambda config: pytest.fail("trained"))
+    (tmp_path / "file").write_text("")
+    code, _, err, _ = run(TINY_IMAGES, "--set", f"run.folder={tmp_path / 'file'}")
+    assert code == 2
+    assert "run.folder: cannot write to" in err and err.count("\n") == 1
+
+
+def test_endless_skips_stop_the_run_with_the_leaves(run):
+    # A weight decay beyond fp32 makes the second update infinite at every step.
+    options = ["--set", "optimization.stop_after_skips=4", "--set", "run.steps=50"]
+    config = TINY_IMAGES | {"optimizer": {"name": "sgd", "learning_rate": 1e38}}
+    code, _, err, runs = run(config, *options)
+    assert code == 1
+    assert "steps in a row were skipped" in err and err.count("\n") == 1
+    rows = report.read_metrics(runs / "images-0" / "metrics.jsonl")
+    assert rows[-1]["consecutive_skips"] >= 4
+
+
+def test_interrupt_keeps_what_was_done(run, monkeypatch):
+    drawn = []
+    real = trainer.Prefetch.__next__
+
+    def interrupted(self):
+        drawn.append(1)
+        if len(drawn) == 4:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(trainer.Prefetch, "__next__", interrupted)
+    code, out, err, runs = run(TINY_IMAGES)
+    assert (code, err) == (130, "")
+    assert "Interrupted" in out
+    rows = report.read_metrics(runs / "images-0" / "metrics.jsonl")
+    assert [row["attempted_steps"] for row in rows] == [1, 2, 3]
+    assert (runs / "images-0" / "curves.png").exists()
+
+
+def test_missing_package_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(
+        cli._COMMANDS, "train", ("", lambda p: None, "absent_pkg", "train")
+    )
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == (
+        "opsnn train: the package 'absent_pkg' is missing. "
+        "Install it: pip install 'opsnn-jax[train]'.\n"
+    )
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as e:
+        cli.main(["--version"])
+    assert e.value.code == 0
+    assert capsys.readouterr().out.startswith("opsnn_jax 0.")
+
+
+@pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["train", "a", "--foo"]])
+def test_wrong_command_line_is_exit_code_2(argv, capsys):
+    with pytest.raises(SystemExit) as e:
+        cli.main(argv)
+    assert e.value.code == 2
+    capsys.readouterr()
+
+
+def test_plain_script_learns_and_recovers_from_overflow(request, capsys):
+    script = runpy.run_path(str(request.config.rootpath / "examples/plain_script.py"))
+    loss, skipped = script["main"](steps=150)
+    assert loss < 0.2
+    assert skipped > 0
+    capsys.readouterr()

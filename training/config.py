@@ -1,0 +1,203 @@
+"""What a run can be told: the sections of its YAML file, and what each key may be.
+
+run: {name: mnist, seed: 0, epochs: 8}
+data: {name: mnist, batch_size: 100}
+model: {name: resnet, widths: [16, 32, 64]}
+optimizer: {name: adamw, learning_rate: 0.003}
+optimization: {precision: mixed_fp16, loss_scale: {initial: 4096}}
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from .loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from .policy import Policy
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    """A part of the configuration. Unknown keys are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class RunConfig(Section):
+    """What is run, for how long, and where its results go."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    folder: str = "runs"
+    epochs: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    report_every: PositiveInt = 10
+
+    @model_validator(mode="after")
+    def _one_length(self):
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give one of epochs and steps")
+        return self
+
+
+class MnistConfig(Section):
+    """5,000 digits; `shift` moves training images by up to so many pixels."""
+
+    name: Literal["mnist"]
+    batch_size: PositiveInt = 100
+    test_size: Annotated[int, Field(ge=10, le=4000, multiple_of=10)] = 1000
+    shift: Annotated[int, Field(ge=0, le=8)] = 2
+
+
+class ManualConfig(Section):
+    """The Python manual, by characters."""
+
+    name: Literal["python_manual"]
+    batch_size: PositiveInt = 32
+    sequence_length: Annotated[int, Field(ge=2)] = 128
+    test_share: Annotated[float, Field(gt=0.0, le=0.5)] = 0.05
+
+
+class ResNetConfig(Section):
+    name: Literal["resnet"]
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=4)] = (
+        16,
+        32,
+        64,
+    )
+    blocks: PositiveInt = 1
+
+
+class GptConfig(Section):
+    name: Literal["gpt"]
+    layers: PositiveInt = 4
+    width: PositiveInt = 128
+    heads: PositiveInt = 4
+    dropout: Share = 0.0
+    sample_length: PositiveInt = 300
+    prompt: Annotated[str, Field(min_length=1)] = "The "
+
+    @model_validator(mode="after")
+    def _heads_divide(self):
+        if self.width % self.heads:
+            raise ValueError(f"heads ({self.heads}) must divide width ({self.width})")
+        return self
+
+
+class OptimizerConfig(Section):
+    """The optimizer; its rate rises over `warmup_steps`, then follows `schedule`."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: Positive = 1e-3
+    schedule: Literal["constant", "cosine"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    momentum: Share = 0.9
+    beta2: Share = 0.999
+
+
+class DynamicConfig(Section):
+    """The fields of DynamicLossScale."""
+
+    initial: float = DynamicLossScale.initial
+    growth: float = DynamicLossScale.growth
+    backoff: float = DynamicLossScale.backoff
+    growth_interval: int = DynamicLossScale.growth_interval
+    min: float = DynamicLossScale.min
+    max: float = DynamicLossScale.max
+    hysteresis: int = DynamicLossScale.hysteresis
+    consecutive_hysteresis: bool = DynamicLossScale.consecutive_hysteresis
+
+    @model_validator(mode="after")
+    def _valid(self):
+        self.build()
+        return self
+
+    def build(self) -> LossScale:
+        return DynamicLossScale(**self.model_dump())
+
+
+class OptimizationConfig(Section):
+    """How the step computes.
+
+    Attributes:
+      precision: a policy, see `Policy.parse`.
+      loss_scale: the keys of a dynamic scale, a number for a static one, "none", or
+        "auto", which is dynamic in fp16 and none elsewhere.
+      stop_after_skips: so many skipped steps in a row end the run with the reason.
+    """
+
+    precision: str = "float32"
+    loss_scale: DynamicConfig | float | Literal["auto", "none"] = "auto"
+    clip_norm: Positive | None = None
+    micro_batches: PositiveInt = 1
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    stop_after_skips: PositiveInt = 100
+
+    @field_validator("loss_scale", mode="before")
+    @classmethod
+    def _one_kind(cls, given: Any):
+        # Decided here, so that an error speaks of the kind that was meant.
+        if isinstance(given, dict):
+            return DynamicConfig(**given)
+        if isinstance(given, bool) or not isinstance(given, int | float | str):
+            raise ValueError("expected 'auto', 'none', a number, or keys of a scale")
+        if not isinstance(given, str):
+            StaticLossScale(given)
+        elif given not in ("auto", "none"):
+            raise ValueError("expected 'auto', 'none', a number, or keys of a scale")
+        return given
+
+    @field_validator("precision")
+    @classmethod
+    def _known(cls, given: str):
+        Policy.parse(given)
+        return given
+
+    @property
+    def policy(self) -> Policy:
+        return Policy.parse(self.precision)
+
+    def build_loss_scale(self) -> LossScale:
+        if isinstance(self.loss_scale, DynamicConfig):
+            return self.loss_scale.build()
+        if self.loss_scale == "auto":
+            return self.policy.default_loss_scale()
+        if self.loss_scale == "none":
+            return NoLossScale()
+        return StaticLossScale(self.loss_scale)
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig
+    data: Annotated[MnistConfig | ManualConfig, Field(discriminator="name")]
+    model: Annotated[ResNetConfig | GptConfig, Field(discriminator="name")]
+    optimizer: OptimizerConfig = OptimizerConfig()
+    optimization: OptimizationConfig = OptimizationConfig()
+
+    @model_validator(mode="after")
+    def _fits(self):
+        fits = {"mnist": "resnet", "python_manual": "gpt"}
+        if fits[self.data.name] != self.model.name:
+            raise ValueError(
+                f"data {self.data.name!r} goes with model {fits[self.data.name]!r}, "
+                f"not {self.model.name!r}"
+            )
+        if self.data.batch_size % self.optimization.micro_batches:
+            raise ValueError(
+                f"optimization.micro_batches ({self.optimization.micro_batches}) must "
+                f"divide data.batch_size ({self.data.batch_size})"
+            )
+        return self

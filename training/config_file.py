@@ -1,0 +1,133 @@
+"""Reads a configuration file; whatever is wrong with it becomes one line."""
+
+import difflib
+from typing import Any, Literal
+
+import yaml
+from pydantic import ValidationError
+
+from .config import (
+    Config,
+    DynamicConfig,
+    GptConfig,
+    ManualConfig,
+    MnistConfig,
+    OptimizationConfig,
+    OptimizerConfig,
+    ResNetConfig,
+    RunConfig,
+    Section,
+)
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message is one line that names the key."""
+
+
+def load(path: str, overrides: list[str] = ()) -> Config:
+    """Reads a configuration.
+
+    Args:
+      path: of the YAML file.
+      overrides: `key=value` each, the key with dots (`run.seed=1`), the value as YAML.
+
+    Raises:
+      ConfigError: if the file cannot be read or says something wrong, in one line.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            given = yaml.safe_load(file)
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}.") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: is not YAML: {_one_line(e)}.") from e
+    if not isinstance(given, dict):
+        allowed = ", ".join(Config.model_fields)
+        raise ConfigError(f"{path}: expected sections {allowed}; got {given!r}.")
+    for override in overrides:
+        _set(given, override)
+    try:
+        return Config(**given)
+    except (ValidationError, TypeError) as e:
+        raise ConfigError(f"{path}: {_explain(e, given)}") from e
+
+
+def _set(given: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not last:
+        raise ConfigError(f"--set {override}: expected key=value, as in run.seed=1.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"--set {override}: is not YAML: {_one_line(e)}.") from e
+    for section in sections:
+        given = given.setdefault(section, {})
+        if not isinstance(given, dict):
+            raise ConfigError(f"--set {override}: {section} is not a section.")
+    given[last] = value
+
+
+def _explain(error: Exception, given: dict) -> str:
+    """The first fault as one line: the key, what is allowed, what was given."""
+    if isinstance(error, TypeError):  # a key of the outermost level that is no string
+        return "keys must be words; quote those that are not."
+    fault = error.errors()[0]
+    # Pydantic puts the chosen member of a union into the path: data.mnist.shift.
+    path, at = [], given
+    for part in fault["loc"]:
+        if isinstance(at, dict) and part not in at and at.get("name") == part:
+            continue
+        path.append(str(part))
+        at = _child(at, part)
+    key = ".".join(path) or "configuration"
+    if fault["type"] == "extra_forbidden":
+        allowed = _allowed(path[:-1], given)
+        near = difflib.get_close_matches(path[-1], allowed, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return f"{key}: unknown key.{hint} Allowed: {', '.join(allowed)}."
+    if fault["type"] == "missing":
+        return f"{key}: is missing."
+    if fault["type"] == "union_tag_not_found":
+        return f"{key}.name: is missing; expected {fault['ctx']['discriminator']}."
+    if fault["type"] == "union_tag_invalid":
+        tags = fault["ctx"]["expected_tags"]
+        return f"{key}.name: expected {tags}; got {fault['ctx']['tag']!r}."
+    if fault["type"] in ("model_type", "model_attributes_type"):
+        return f"{key}: must be a section with keys; got {fault['input']!r}."
+    message = _one_line(fault["msg"]).removeprefix("Value error, ").rstrip(".")
+    for start in ("Input should be", "String should"):
+        message = message.replace(start, "must be" if "be" in start else "must")
+    # Keys of a section that was validated on its own: `DynamicLossScale: max ...`.
+    if isinstance(fault["input"], dict | Section):
+        return f"{key}: {message}."
+    shown = "" if "got " in message else f"; got {fault['input']!r}"
+    return f"{key}: {message}{shown}."
+
+
+def _child(at: Any, part: Any) -> Any:
+    try:
+        return at[part]
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _allowed(path: list[str], given: dict) -> list[str]:
+    """The keys of the section at a path."""
+    sections = {
+        (): Config,
+        ("run",): RunConfig,
+        ("optimizer",): OptimizerConfig,
+        ("optimization",): OptimizationConfig,
+        ("optimization", "loss_scale"): DynamicConfig,
+        ("data",): MnistConfig,
+        ("model",): ResNetConfig,
+    }
+    section = sections[tuple(path)]
+    named = {c.model_fields["name"].annotation: c for c in (ManualConfig, GptConfig)}
+    name = given[path[0]].get("name") if path else None
+    return list(named.get(Literal[name], section).model_fields)
+
+
+def _one_line(text: Any) -> str:
+    return " ".join(str(text).split())

@@ -1,0 +1,125 @@
+"""Which leaves of a tree of arrays are numbers to train, cast, check or keep.
+
+Trees of parameters also hold integers (a counter), keys (of dropout) and `None` (a
+frozen branch). Everything here looks at real floating-point leaves only; other leaves
+pass through untouched, and the structure stays what it was.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether the leaf is an array of real floating-point numbers.
+
+    False for Python numbers, integers, booleans, random keys and float0 cotangents.
+    """
+    array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return array and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def float_leaves(tree: PyTree) -> PyTree:
+    """The tree with `None`, which JAX and optax take as absent, for other leaves."""
+    return jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, tree)
+
+
+def merge(floats: PyTree, tree: PyTree) -> PyTree:
+    """The inverse of `float_leaves`: `tree` with its floating leaves replaced."""
+
+    def pick(new, old):
+        return old if new is None else new
+
+    return jax.tree.map(pick, floats, tree, is_leaf=lambda leaf: leaf is None)
+
+
+def path_name(path: tuple) -> str:
+    """One path of `jax.tree.flatten_with_path`, joined by slashes."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def finite_by_leaf(tree: PyTree) -> jax.Array:
+    """For each floating leaf, in order, whether all of it is finite. (leaves,) bool."""
+    verdicts = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_float(x)]
+    return jnp.stack(verdicts) if verdicts else jnp.ones((0,), bool)
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Whether no floating leaf holds an inf or a NaN. A scalar bool; True if empty."""
+    return finite_by_leaf(tree).all()
+
+
+def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
+    """Whether `new` is finite wherever `old` is.
+
+    States hold infinities on purpose (the best loss so far begins at inf), so an inf is
+    a fault only where a finite number stood before.
+    """
+    verdicts = [
+        (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
+        for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if is_float(n)
+    ]
+    return jnp.stack(verdicts).all() if verdicts else jnp.asarray(True)
+
+
+def select(take_new: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new` if the scalar `take_new` holds, else `old`, leaf by leaf.
+
+    A choice, not arithmetic: a NaN in the tree that is not taken leaves no trace, where
+    multiplying by zero would keep it.
+
+    Raises:
+      TypeError: if the trees differ in structure, or a leaf in shape or dtype.
+    """
+
+    def pick(n, o):
+        return jnp.where(take_new, n, o)
+
+    return jax.tree.map(pick, of_same_types(new, old), old)
+
+
+def of_same_types(new: PyTree, old: PyTree) -> PyTree:
+    """`new` as strongly typed arrays, if its structure, shapes and dtypes are `old`'s.
+
+    Raises:
+      TypeError: if they are not, naming the leaf: a state that changes its type would
+        be traced anew at every step.
+    """
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            "train step: the state must keep its structure from step to step; it was "
+            f"{jax.tree.structure(old)} and became {jax.tree.structure(new)}."
+        )
+
+    def check(path, n, o):
+        n, o = jnp.asarray(n), jnp.asarray(o)
+        if n.shape != o.shape or n.dtype != o.dtype:
+            raise TypeError(
+                f"train step: {path_name(path)} must stay {o.dtype}{list(o.shape)} "
+                f"from step to step; it became {n.dtype}{list(n.shape)}. "
+                "Cast it where it is made."
+            )
+        return _strong(n)
+
+    return jax.tree.map_with_path(check, new, old)
+
+
+def owned_copy(tree: PyTree) -> PyTree:
+    """A copy of every leaf, as strongly typed arrays that share no buffer.
+
+    Buffers of a state are donated to the step; an array that someone else still holds,
+    or that stands in the state twice, must not be among them.
+    """
+
+    return jax.tree.map(lambda leaf: _strong(jnp.array(leaf, copy=True)), tree)
+
+
+def _strong(array: jax.Array) -> jax.Array:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array
+    return jax.lax.convert_element_type(array, array.dtype)

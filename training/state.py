@@ -1,0 +1,103 @@
+"""Everything a training run carries from step to step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .leaves import PyTree, float_leaves, merge, owned_copy
+from .loss_scale import LossScale, LossScaleState
+from .policy import Policy
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The state of a run, a pytree.
+
+    Attributes:
+      params: the master weights, in `policy.params` (fp32). Half-precision weights are
+        only ever derived from them. Leaves that are not floating are never updated.
+      opt_state: of the optimizer, made for the floating leaves of `params`.
+      model_state: what the model carries besides, such as batch statistics, or `()`.
+      loss_scale: see `opsnn_jax.training.loss_scale`.
+      rng: the key of the run. It never changes: each step folds in its number.
+      step: int32, updates made; schedules follow it.
+      attempted_steps: int32, updates made and skipped.
+      ema: fp32 moving average of the floating leaves of `params`, or None.
+    """
+
+    params: PyTree
+    opt_state: optax.OptState
+    model_state: PyTree
+    loss_scale: LossScaleState
+    rng: jax.Array
+    step: jax.Array
+    attempted_steps: jax.Array
+    ema: PyTree = None
+
+    @classmethod
+    def create(
+        cls,
+        params: PyTree,
+        optimizer: optax.GradientTransformation,
+        *,
+        policy: Policy,
+        loss_scale: LossScale | None = None,
+        model_state: PyTree = (),
+        rng: jax.Array | int = 0,
+        ema: bool = False,
+    ) -> "TrainState":
+        """The state before the first step.
+
+        Nothing that is given is shared: the state holds copies, so that its buffers can
+        be donated and the caller's arrays live on.
+
+        Args:
+          params: any pytree: of flax linen, `nnx.split`, or plain dicts. Leaves may
+            also be integers, keys or None.
+          optimizer: an optax transformation, the same as the step's.
+          policy: floating leaves of `params` are cast to `policy.params`.
+          loss_scale: the same as the step's; None for `policy.default_loss_scale()`.
+          model_state: batch statistics and the like, kept in their own dtypes.
+          rng: a key, or the seed of one.
+          ema: whether a moving average of the parameters is kept.
+
+        Raises:
+          TypeError: for a complex parameter: which dtype it computes in is undefined.
+        """
+        for leaf in jax.tree.leaves(params):
+            if jnp.issubdtype(getattr(leaf, "dtype", None), jnp.complexfloating):
+                raise TypeError(
+                    "TrainState.create: parameters must be real; got a leaf of dtype "
+                    f"{leaf.dtype}. Hold its real and imaginary parts instead."
+                )
+        params = policy.cast_to_params(owned_copy(params))
+        loss_scale = loss_scale or policy.default_loss_scale()
+        averaged = float_leaves(params)
+        return cls(
+            params=params,
+            opt_state=owned_copy(optimizer.init(float_leaves(params))),
+            model_state=owned_copy(model_state),
+            loss_scale=loss_scale.init(),
+            rng=jax.random.key(rng) if isinstance(rng, int) else owned_copy(rng),
+            step=jnp.asarray(0, jnp.int32),
+            attempted_steps=jnp.asarray(0, jnp.int32),
+            ema=owned_copy(_to_float32(averaged)) if ema else None,
+        )
+
+    @property
+    def eval_params(self) -> PyTree:
+        """The parameters to evaluate with: the moving average where one is kept."""
+        if self.ema is None:
+            return self.params
+        averaged = jax.tree.map(
+            lambda e, p: e.astype(p.dtype), self.ema, float_leaves(self.params)
+        )
+        return merge(averaged, self.params)
+
+
+def _to_float32(tree: PyTree) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
