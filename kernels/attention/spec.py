@@ -18,12 +18,12 @@ class AttentionSpec:
     that the call has, in the order bias, mask; `lse` is the logarithm of the sum of
     exponentials of each row of scores, -inf for a row that sees no key.
 
-      fwd(spec, q, k, v, *extra) -> out (B,T,N,Hv) of `dtype`, lse (B,N,T) of `acc_dtype`
+      fwd(spec, q, k, v, *extra) -> out, lse
       bwd(spec, q, k, v, lse, delta, dout, *extra) -> dq, dk, dv[, dbias]
 
-    `delta` (B,N,T) of `acc_dtype` is the inner product of a row of out with its
-    cotangent, less the cotangent of lse; gradients have the dtypes of their primals.
-    No size is 0.
+    out and dout are (B, T, N, Hv) of `dtype`, lse and delta (B, N, T) of `acc_dtype`.
+    `delta` is the inner product of a row of out with its cotangent. Gradients have the
+    shapes and dtypes of their primals. No size is 0.
     """
 
     batch: int  # B
