@@ -48,7 +48,7 @@ class AttentionSpec:
     @property
     def acc_dtype(self) -> np.dtype:
         """The dtype of scores, statistics and sums: float32, or float64 for that."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
     def split(
         self, extra: tuple[jax.Array, ...]

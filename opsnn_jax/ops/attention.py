@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from opsnn_jax.dispatch import Choice, Implementation, Requested, Table, align_varying
-from opsnn_jax.kernels.attention import reference, xla
+from opsnn_jax.kernels.attention import reference, tpu, xla
 from opsnn_jax.kernels.attention.mask import Band
 from opsnn_jax.kernels.attention.spec import AttentionSpec
 
@@ -62,8 +62,8 @@ def flash_attention(
       scale: factor of the scores, a Python number; 1 / sqrt(H) if None.
       is_causal: query t sees the keys s <= t, also where T and S differ.
       precision: of the matrix products, as in `jax.lax.dot_general`.
-      implementation: None to choose, a name ("reference", "xla"), or a sequence of
-        names in order of preference.
+      implementation: None to choose, a name ("reference", "xla", "tpu"), or a
+        sequence of names in order of preference.
 
     Returns:
       `(B, T, N, Hv)`, of q's dtype.
@@ -154,12 +154,19 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _order(name: str, platform: str, spec: AttentionSpec) -> tuple[str, ...]:
-    return ("xla",)
+    return ("tpu", "xla") if platform == "tpu" else ("xla",)
 
 
 _XLA = Implementation("xla", {"fwd": xla.fwd, "bwd": xla.bwd})
+_TPU = Implementation(
+    "tpu",
+    {"fwd": tpu.fwd, "bwd": tpu.bwd},
+    platforms=("tpu",),
+    refuses=tpu.refuses,
+    pallas=True,
+)
 
-TABLE = Table("flash_attention", (_XLA,), _order, plain=_XLA)
+TABLE = Table("flash_attention", (_TPU, _XLA), _order, plain=_XLA)
 
 
 def _canonicalize(q, k, v, bias, mask, *, scale, is_causal, precision):
