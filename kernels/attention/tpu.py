@@ -427,7 +427,9 @@ def _cut(spec, limit):
         min(most, pl.cdiv(length, _LANES) * _LANES)
         for most, length in zip(limit, lengths, strict=True)
     )
-    return block, tuple(pl.cdiv(n, size) for n, size in zip(lengths, block, strict=True))
+    return block, tuple(
+        pl.cdiv(n, size) for n, size in zip(lengths, block, strict=True)
+    )
 
 
 def _block(rows, columns, index_map):
