@@ -143,8 +143,8 @@ def _attend_fwd(choice, operands):
 def _attend_bwd(choice, residuals, dout):
     (q, k, v, *_), out, lse = residuals
     extra = residuals.operands.arrays()[3:]
-    wide = (x.astype(lse.dtype) for x in (out, dout))
-    delta = jnp.einsum("btnh,btnh->bnt", *wide, precision=lax.Precision.HIGHEST)
+    products = out.astype(lse.dtype) * dout.astype(lse.dtype)
+    delta = jnp.sum(products, axis=-1).swapaxes(1, 2)
     grads = choice["bwd"](q, k, v, lse, delta, dout, *extra)
     dbias = grads[3] if residuals.operands.bias is not None else None
     return (_Operands(*grads[:3], dbias, None),)
