@@ -37,6 +37,8 @@ def refuses(spec: AttentionSpec) -> str | None:
     """Why the kernels cannot do a call, or None."""
     if spec.dtype.name not in ("float32", "bfloat16"):
         return f"takes float32 and bfloat16, not {spec.dtype}"
+    if spec.qk_dim == 0:
+        return "takes no heads of size 0"
     if spec.bias_shape is not None:
         return "takes no bias"
     if spec.mask_shape is not None:
@@ -57,28 +59,16 @@ def fwd(
 ) -> tuple[jax.Array, jax.Array]:
     """See `AttentionSpec`."""
     block, (nq, nk) = _cut(spec, block)
-    (bq, bk), group = block, spec.group
-    key_block = functools.partial(_key_block, spec, block)
+    (bq, bk), (rows, keys, stats) = block, _index_maps(spec, block)
     out, lse = pl.pallas_call(
         functools.partial(_fwd_kernel, spec, block),
         grid=(spec.batch, spec.heads, nq, nk),
         in_specs=[
-            _block(bq, spec.qk_dim, lambda b, n, i, j: (b, n, i, 0)),
-            _block(
-                bk,
-                spec.qk_dim,
-                lambda b, n, i, j: (b, lax.div(n, group), key_block(i, j), 0),
-            ),
-            _block(
-                bk,
-                spec.v_dim,
-                lambda b, n, i, j: (b, lax.div(n, group), key_block(i, j), 0),
-            ),
+            _block(bq, spec.qk_dim, rows),
+            _block(bk, spec.qk_dim, keys),
+            _block(bk, spec.v_dim, keys),
         ],
-        out_specs=[
-            _block(bq, spec.v_dim, lambda b, n, i, j: (b, n, i, 0)),
-            _block(1, bq, lambda b, n, i, j: (b, n, 0, i)),
-        ],
+        out_specs=[_block(bq, spec.v_dim, rows), _block(1, bq, stats)],
         out_shape=[
             jax.ShapeDtypeStruct(_rows_shape(spec, spec.v_dim), spec.dtype),
             jax.ShapeDtypeStruct(_stats_shape(spec), jnp.float32),
@@ -163,18 +153,7 @@ def bwd(
 
 
 def _bwd_dq(spec, block, arrays, interpret):
-    (bq, bk), group = block, spec.group
-    key_block = functools.partial(_key_block, spec, block)
-
-    def rows(b, n, i, j):
-        return b, n, i, 0
-
-    def keys(b, n, i, j):
-        return b, lax.div(n, group), key_block(i, j), 0
-
-    def stats(b, n, i, j):
-        return b, n, 0, i
-
+    (bq, bk), (rows, keys, stats) = block, _index_maps(spec, block)
     _, (nq, nk) = _cut(spec, block)
     return pl.pallas_call(
         functools.partial(_bwd_dq_kernel, spec, block),
@@ -365,6 +344,21 @@ def _seen(spec, block, i, j, query_axis):
     row = i * block[0] + lax.broadcasted_iota(jnp.int32, shape, query_axis)
     col = j * block[1] + lax.broadcasted_iota(jnp.int32, shape, 1 - query_axis)
     return spec.band.visible(row, col) & (col < spec.kv_len) & (row < spec.q_len)
+
+
+def _index_maps(spec, block):
+    """Of queries, keys and row statistics, on a grid (B, N, query block, key block)."""
+
+    def rows(b, n, i, j):
+        return b, n, i, 0
+
+    def keys(b, n, i, j):
+        return b, lax.div(n, spec.group), _key_block(spec, block, i, j), 0
+
+    def stats(b, n, i, j):
+        return b, n, 0, i
+
+    return rows, keys, stats
 
 
 def _key_block(spec, block, i, j):

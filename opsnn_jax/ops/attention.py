@@ -103,7 +103,7 @@ def flash_attention(
     )
     operands = _Operands(*align_varying(*operands))
     if 0 in (spec.batch, spec.q_len, spec.kv_len, spec.heads, spec.v_dim):
-        # No score or no output exists. The sum keeps the mesh axes of the operands.
+        # There is no score, or no output; under shard_map it varies like the operands.
         shape = (spec.batch, spec.q_len, spec.heads, spec.v_dim)
         return align_varying(operands.q, jnp.zeros(shape, spec.dtype))[1]
     if implementation == "reference":
