@@ -1,0 +1,88 @@
+"""The TPU kernels in Pallas's interpreter, where blocks end in NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_passes import check_passes
+
+from opsnn_jax.kernels.attention import tpu
+from opsnn_jax.kernels.attention.mask import Band
+from opsnn_jax.ops.attention import TABLE, flash_attention
+
+CAUSAL = Band(upper=0)
+
+
+@pytest.mark.parametrize(
+    "shape, band, dtype, block",
+    [
+        ((1, 130, 257, 2, 1, 8, 5), Band(), jnp.float32, (128, 128)),
+        ((1, 300, 140, 2, 1, 8, 5), CAUSAL, jnp.bfloat16, (256, 128)),
+        ((1, 129, 257, 1, 1, 3, 8), CAUSAL, jnp.float32, (128, 256)),
+        ((1, 260, 200, 1, 1, 8, 8), Band(-100, 20), jnp.float32, (128, 128)),
+        ((1, 150, 40, 1, 1, 8, 8), Band(upper=-130), jnp.float32, (128, 128)),
+        ((2, 1, 1, 1, 1, 1, 1), Band(), jnp.bfloat16, (128, 128)),
+    ],
+    ids=str,
+)
+def test_values(key, shape, band, dtype, block):
+    check_passes(key, tpu, shape, band, dtype, interpret=True, block=block)
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_garbage_reaches_only_the_queries_that_see_it(key, part):
+    q, k, v = (jax.random.normal(i, (1, 6, 1, 4)) for i in jax.random.split(key, 3))
+    bad = {"k": k, "v": v}
+    bad[part] = bad[part].at[:, 3, 0, 1].set(jnp.nan)
+
+    @jax.jit
+    def run(q, k, v):
+        def f(*args):
+            out = flash_attention(*args, is_causal=True, implementation="tpu")
+            return jnp.sum(out[:, :3]), out  # only what is not to see the garbage
+
+        return jax.grad(f, (0, 1, 2), has_aux=True)(q, k, v)
+
+    grads, out = run(q, k, v)
+    bad_grads, bad_out = run(q, bad["k"], bad["v"])
+    np.testing.assert_array_equal(bad_out[:, :3], out[:, :3])
+    assert np.isnan(bad_out[:, 3:]).all()
+    np.testing.assert_array_equal(bad_grads[0][:, :3], grads[0][:, :3])
+
+
+def test_vmap_and_gradient_of_a_gradient(key):
+    q = jax.random.normal(key, (2, 1, 3, 1, 4))
+
+    def run(implementation):
+        def loss(q):
+            out = flash_attention(q, q, q, implementation=implementation)
+            return jnp.sum(jnp.square(out))
+
+        def norm(q):
+            return jnp.sum(jnp.square(jax.grad(loss)(q)))
+
+        return jax.jit(jax.vmap(jax.grad(norm)))(q)
+
+    np.testing.assert_allclose(run("tpu"), run("reference"), rtol=2e-5, atol=2e-5)
+
+
+def test_what_the_kernels_refuse():
+    x = jnp.zeros((1, 3, 1, 4))
+    half = x.astype(jnp.float16)
+    for args, options, match in (
+        ((x, x, x, jnp.zeros((3, 3))), {}, "takes no bias"),
+        ((x, x, x, None, jnp.ones((3, 3), bool)), {}, "takes no mask"),
+        ((half, half, half), {}, "not float16"),
+        ((x, x, x), {"precision": "high"}, "no precision HIGH"),
+    ):
+        with pytest.raises(NotImplementedError, match=match):
+            flash_attention(*args, implementation="tpu", **options)
+        flash_attention(*args, implementation=("tpu", "xla"), **options)
+
+
+def test_the_default_on_a_tpu_is_the_kernel():
+    implementation = TABLE.implementations["tpu"]
+    assert implementation.platforms == ("tpu",)
+    x = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.float32)
+    lowered = jax.jit(flash_attention).trace(x, x, x).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
