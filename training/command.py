@@ -13,6 +13,18 @@ from .report import RunFolderError
 from .trainer import Outcome, StuckError, train
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `opsnn train` to a parser."""
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides a key, as in --set run.seed=1; may be given again",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Returns its exit code: 2 for bad input, 130 after Ctrl-C."""
     console = Console()

@@ -10,6 +10,11 @@ from collections.abc import Callable
 
 import flax.linen as nn
 
+from opsnn_jax.nn.linen_attention import MultiHeadAttention as MultiHeadAttention
+from opsnn_jax.nn.linen_attention import (
+    MultiHeadDotProductAttention as MultiHeadDotProductAttention,
+)
+from opsnn_jax.nn.linen_attention import dot_product_attention as dot_product_attention
 from opsnn_jax.ops.lax_conv import conv_general_dilated
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from flax import nnx
 
+from opsnn_jax.nn.nnx_attention import MultiHeadAttention as MultiHeadAttention
+from opsnn_jax.nn.nnx_attention import dot_product_attention as dot_product_attention
 from opsnn_jax.ops.lax_conv import conv_general_dilated
 
 

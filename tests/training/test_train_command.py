@@ -131,9 +131,7 @@ def test_interrupt_keeps_what_was_done(run, monkeypatch):
 
 
 def test_missing_package_is_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(
-        cli._COMMANDS, "train", ("", lambda p: None, "absent_pkg", "train")
-    )
+    monkeypatch.setitem(cli._COMMANDS, "train", ("", "absent_pkg", "train"))
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == (
         "opsnn train: the package 'absent_pkg' is missing. "
