@@ -20,17 +20,18 @@ def assert_as_accurate(got, plain, truth, *, factor=2.0):
     """Asserts that `got` errs at most `factor` times as much as `plain` does.
 
     `plain` is the plain formula in the dtype of `got`. Where it is exact, or nearly,
-    one rounding to that dtype stands in for its error. `factor` may differ for the
-    "max" and the "rms" error.
+    one rounding to that dtype stands in for its error.
     """
-    if not isinstance(factor, dict):
-        factor = {"max": factor, "rms": factor}
     assert got.dtype == plain.dtype, (got.dtype, plain.dtype)
     one_rounding = float(jnp.finfo(got.dtype).eps) / 2
-    ours, theirs = errors(got, truth), errors(plain, truth)
-    for kind, error in ours.items():
-        allowed = factor[kind] * max(theirs[kind], one_rounding)
-        assert error <= allowed, (
-            f"{kind} error {error:.2e} is over {factor[kind]} times the plain one's, "
-            f"{theirs[kind]:.2e}"
+    theirs = errors(plain, truth)
+    bounds = {kind: factor * max(e, one_rounding) for kind, e in theirs.items()}
+    assert_within(got, truth, bounds)
+
+
+def assert_within(got, truth, bounds):
+    """Asserts that the "max" and "rms" errors of `got` are within their bounds."""
+    for kind, error in errors(got, truth).items():
+        assert error <= bounds[kind], (
+            f"{kind} error {error:.2e} is over its bound {bounds[kind]:.2e}"
         )
