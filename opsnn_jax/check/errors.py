@@ -1,0 +1,187 @@
+"""How far one array is from the truth, and how that compares with another array.
+
+The relative error of an element is |a - t| / max(|t|, m/8), m the median of |t|. Far
+below the median a plain relative error is mostly luck: the truth is small there because
+terms cancelled, and the ratio of two such errors has no finite mean. The standard
+repeats such cases a thousand times; the bound makes one run enough.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from .levels import OUTSIDE, SMALL_COUNT_RATIO, DtypeRule, Limits, rule
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of one array against the truth.
+
+    Attributes:
+      max, mean: of the relative error of the elements.
+      rms: root mean square of the error over that of the truth.
+      small: how many small values have an error above the standard's.
+      outside: share of elements outside the standard's mixed tolerance.
+    """
+
+    max: float
+    mean: float
+    rms: float
+    small: int
+    outside: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One output or gradient, ours and the baseline's against the truth.
+
+    Attributes:
+      name: which one.
+      dtype, shape: of ours.
+      ours, baseline, rounding: errors; `rounding` is of the truth rounded once to the
+        dtype, less than which no implementation can be asked for.
+      ratios: max, mean and rms error of ours over the larger of the other two.
+      failures: what exceeds its limit, in words.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    ours: Errors
+    baseline: Errors
+    rounding: Errors
+    ratios: Limits
+    failures: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+_NONE = Errors(0.0, 0.0, 0.0, 0, 0.0)
+_LEVEL = Limits(0.0, 0.0, 0.0)
+
+
+def compare_arrays(
+    name: str,
+    ours: np.ndarray,
+    baseline: np.ndarray,
+    truth: np.ndarray,
+    limits: Limits,
+    factor: float = 1.0,
+) -> Row:
+    """Holds an array against a baseline of the same dtype and a wider truth.
+
+    Args:
+      name: of the row.
+      ours, baseline: arrays of one shape and dtype.
+      truth: the same in float64; for integers and booleans, the exact values.
+      limits: allowed ratios of errors.
+      factor: multiplies every limit: the predicted error growth of an algorithm that is
+        known to be less accurate than the baseline.
+    """
+    row = dict(name=name, dtype=ours.dtype.name, shape=ours.shape)
+    empty = dict(ours=_NONE, baseline=_NONE, rounding=_NONE, ratios=_LEVEL)
+    if (ours.dtype, ours.shape) != (baseline.dtype, truth.shape):
+        text = f"is {ours.dtype}{list(ours.shape)}"
+        text += f", expected {baseline.dtype}{list(truth.shape)}"
+        return Row(**row, **empty, failures=(text,))
+    if not _is_float(ours.dtype):
+        wrong = int(np.sum(ours != truth))
+        text = (f"{wrong} of {ours.size} elements differ",) if wrong else ()
+        return Row(**row, **empty, failures=text)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = truth.astype(ours.dtype)
+    failures = []
+    bad = ~(_same_nonfinite(ours, rounded) | _same_nonfinite(ours, baseline))
+    if bad.any():
+        text = f"{int(bad.sum())} elements are Inf or NaN where the truth is not, "
+        failures.append(text + "or the other way round")
+    with np.errstate(over="ignore"):
+        arrays = [a.astype(np.float64) for a in (ours, baseline, rounded)]
+    finite = np.isfinite(truth)
+    for array in arrays:
+        finite &= np.isfinite(array)
+    count = int(finite.sum())
+    if not count:
+        return Row(**row, **empty, failures=tuple(failures))
+    law = rule(ours.dtype)
+    measured = [_errors(a[finite], truth[finite], law, factor) for a in arrays]
+    e, base, once = measured
+    ratios = Limits(
+        _ratio(e.max, base.max, once.max),
+        _ratio(e.mean, base.mean, once.mean),
+        _ratio(e.rms, base.rms, once.rms),
+    )
+    failures += _excess(ratios, limits, factor * sampling_allowance(count))
+    failures += _counts(e, base, once)
+    return Row(**row, ours=e, baseline=base, rounding=once, ratios=ratios,
+               failures=tuple(failures))
+
+
+def sampling_allowance(count: int) -> float:
+    """By how much a ratio of two errors of equal size may exceed 1 by chance.
+
+    The logarithm of the ratio of two root mean squares, each over `count` independent
+    errors, has a standard deviation of about 1/sqrt(count); three of them are allowed.
+    """
+    return math.exp(3 / math.sqrt(count))
+
+
+def _errors(a, truth, law: DtypeRule, factor) -> Errors:
+    error, size = np.abs(a - truth), np.abs(truth)
+    nonzero = size[size > 0]
+    floor = float(np.median(nonzero)) / 8 if nonzero.size else 1.0
+    relative = error / np.maximum(size, floor)
+    scale = math.sqrt(float(np.mean(size**2))) or 1.0
+    small = size < law.small_size
+    return Errors(
+        max=float(relative.max()),
+        mean=float(relative.mean()),
+        rms=math.sqrt(float(np.mean(error**2))) / scale,
+        small=int(np.sum(error[small] > law.small_error * factor)),
+        outside=float(np.mean(error > factor * (law.atol + law.rtol * size))),
+    )
+
+
+def _ratio(ours, baseline, rounding):
+    against = max(baseline, rounding)
+    if against == 0:
+        return 0.0 if ours == 0 else math.inf
+    return ours / against
+
+
+def _excess(ratios, limits, allowed):
+    found = []
+    for kind in ("max", "mean", "rms"):
+        ratio, limit = getattr(ratios, kind), getattr(limits, kind) * allowed
+        if ratio > limit:
+            found.append(f"{kind} error is {ratio:.3g} times the baseline's, "
+                         f"{limit:.3g} allowed")
+    return found
+
+
+def _counts(ours, baseline, rounding):
+    found = []
+    expected = SMALL_COUNT_RATIO * max(baseline.small, rounding.small, 1)
+    # A count has about its square root as standard deviation.
+    if ours.small > expected + 3 * math.sqrt(expected):
+        found.append(f"{ours.small} small values are off, the baseline's "
+                     f"{baseline.small}")
+    if ours.outside > max(OUTSIDE, baseline.outside):
+        found.append(f"{ours.outside:.2%} of the elements are outside the tolerance")
+    return found
+
+
+def _same_nonfinite(a, b):
+    """True where both are finite, or both are the same infinity, or both NaN."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    finite = np.isfinite(a) & np.isfinite(b)
+    return finite | (a == b) | (np.isnan(a) & np.isnan(b))
+
+
+def _is_float(dtype):
+    return jnp.issubdtype(dtype, jnp.floating)
