@@ -197,9 +197,9 @@ def _check(op, reference, case, dtype, level, factor, seed) -> ContractRow:
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(case.name.encode()))
     args = case.make_args(key, dtype)
     row = ContractRow("", dtype.name, case.name)
-    how = dict(level=level, factor=factor, options=case.options, seed=seed)
+    how = dict(factor=factor, options=case.options, seed=seed)
     try:
-        outcome = compare(op, reference, *args, grads=True, **how)
+        outcome = compare(op, reference, *args, grads=True, level=level, **how)
     except NotImplementedError as why:
         return dataclasses.replace(row, refused=str(why))
     except (TypeError, ValueError) as error:

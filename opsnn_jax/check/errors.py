@@ -9,9 +9,9 @@ repeats such cases a thousand times; the bound makes one run enough.
 import math
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 
+from .arguments import is_float
 from .levels import OUTSIDE, SMALL_COUNT_RATIO, DtypeRule, Limits, rule
 
 
@@ -88,7 +88,7 @@ def compare_arrays(
         text = f"is {ours.dtype}{list(ours.shape)}"
         text += f", expected {baseline.dtype}{list(truth.shape)}"
         return Row(**row, **empty, failures=(text,))
-    if not _is_float(ours.dtype):
+    if not is_float(ours):
         wrong = int(np.sum(ours != truth))
         text = (f"{wrong} of {ours.size} elements differ",) if wrong else ()
         return Row(**row, **empty, failures=text)
@@ -182,6 +182,3 @@ def _same_nonfinite(a, b):
     finite = np.isfinite(a) & np.isfinite(b)
     return finite | (a == b) | (np.isnan(a) & np.isnan(b))
 
-
-def _is_float(dtype):
-    return jnp.issubdtype(dtype, jnp.floating)
