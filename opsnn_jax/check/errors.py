@@ -118,8 +118,14 @@ def compare_arrays(
     )
     failures += _excess(ratios, limits, factor * sampling_allowance(count))
     failures += _counts(e, base, once)
-    return Row(**row, ours=e, baseline=base, rounding=once, ratios=ratios,
-               failures=tuple(failures))
+    return Row(
+        **row,
+        ours=e,
+        baseline=base,
+        rounding=once,
+        ratios=ratios,
+        failures=tuple(failures),
+    )
 
 
 def sampling_allowance(count: int) -> float:
@@ -159,8 +165,9 @@ def _excess(ratios, limits, allowed):
     for kind in ("max", "mean", "rms"):
         ratio, limit = getattr(ratios, kind), getattr(limits, kind) * allowed
         if ratio > limit:
-            found.append(f"{kind} error is {ratio:.3g} times the baseline's, "
-                         f"{limit:.3g} allowed")
+            found.append(
+                f"{kind} error is {ratio:.3g} times the baseline's, {limit:.3g} allowed"
+            )
     return found
 
 
@@ -169,8 +176,9 @@ def _counts(ours, baseline, rounding):
     expected = SMALL_COUNT_RATIO * max(baseline.small, rounding.small, 1)
     # A count has about its square root as standard deviation.
     if ours.small > expected + 3 * math.sqrt(expected):
-        found.append(f"{ours.small} small values are off, the baseline's "
-                     f"{baseline.small}")
+        found.append(
+            f"{ours.small} small values are off, the baseline's {baseline.small}"
+        )
     if ours.outside > max(OUTSIDE, baseline.outside):
         found.append(f"{ours.outside:.2%} of the elements are outside the tolerance")
     return found
@@ -181,4 +189,3 @@ def _same_nonfinite(a, b):
     a, b = a.astype(np.float64), b.astype(np.float64)
     finite = np.isfinite(a) & np.isfinite(b)
     return finite | (a == b) | (np.isnan(a) & np.isnan(b))
-

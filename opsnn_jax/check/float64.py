@@ -22,7 +22,9 @@ class NotInFloat64(Exception):
 def widen(tree: Any, dtype: Any = np.float64) -> Any:
     """Every floating-point array as a numpy array of `dtype`; other leaves as are."""
     return jax.tree.map(
-        lambda leaf: np.asarray(leaf).astype(dtype) if is_differentiable(leaf) else leaf,
+        lambda leaf: (
+            np.asarray(leaf).astype(dtype) if is_differentiable(leaf) else leaf
+        ),
         tree,
     )
 

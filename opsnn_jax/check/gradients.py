@@ -365,7 +365,9 @@ class _Point:
         tolerance = rounding + _SAFETY * slope.central.error
         row = row | values | {"difference": difference, "tolerance": tolerance}
         if not all(math.isfinite(value) for value in values.values()):
-            return GradientRow(**row, status="fail", note="the derivative is not finite")
+            return GradientRow(
+                **row, status="fail", note="the derivative is not finite"
+            )
         if len(values) == 2 and abs(values["vjp"] - values["jvp"]) > 2 * rounding:
             row["tolerance"] = 2 * rounding
             return GradientRow(**row, status="fail", note="vjp and jvp disagree")
@@ -373,7 +375,9 @@ class _Point:
             note = f"from the left {slope.left.value:.4g}, "
             note += f"from the right {slope.right.value:.4g}"
             return GradientRow(**row, status="not differentiable", note=note)
-        wrong = [m for m, value in values.items() if abs(value - difference) > tolerance]
+        wrong = [
+            m for m, value in values.items() if abs(value - difference) > tolerance
+        ]
         if not wrong and tolerance > 0.25 * strength > 0:
             note = "rounding hides it; give the op wider inputs"
             return GradientRow(**row, status="inconclusive", note=note)
@@ -415,9 +419,6 @@ class _Point:
             for x, du, y in zip(self.x, u, moved, strict=True)
         ]
         return value - _inner(gradient, rounded)
-
-
-
 
 
 def _inner(a, b) -> float:

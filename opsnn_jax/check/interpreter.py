@@ -123,8 +123,7 @@ def _wide(eqn, operands):
 
 
 def _bind(eqn, operands, params):
-    functions, params = eqn.primitive.get_bind_params(params)
-    outs = eqn.primitive.bind(*functions, *operands, **params)
+    outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return outs if eqn.primitive.multiple_results else [outs]
 
 

@@ -53,7 +53,9 @@ class LayerRow:
 
     @property
     def gradient_departs(self) -> bool:
-        worst = max(self.gradient, 0 if math.isnan(self.parameters) else self.parameters)
+        worst = max(
+            self.gradient, 0 if math.isnan(self.parameters) else self.parameters
+        )
         return not worst <= self.allowed_gradient or math.isnan(self.gradient)
 
 

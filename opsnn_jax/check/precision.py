@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import source_info_util
 
 from . import tables
 from .arguments import op_name
@@ -111,7 +112,7 @@ def precision_sweep(
             rows.append(
                 PrecisionRow(
                     f"{i} {eqn.primitive.name}" + (" (as is)" if i in stuck else ""),
-                    _source(eqn),
+                    source_info_util.summarize(eqn.source_info),
                     _error(alone, truth),
                     _error(raised, truth),
                 )
@@ -133,7 +134,3 @@ def _error(a, truth) -> float:
         return 0.0
     scale = math.sqrt(float(np.mean(truth**2))) or 1.0
     return math.sqrt(float(np.mean((a - truth) ** 2))) / scale
-
-
-def _source(eqn) -> str:
-    return str(eqn.source_info.name_stack) or eqn.primitive.name

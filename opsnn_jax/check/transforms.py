@@ -106,8 +106,10 @@ def _loop(f, in_axes):
         def pick(x, axis, i):
             return x if axis is None else jax.lax.index_in_dim(x, i, axis, False)
 
-        outs = [f(*(pick(x, a, i) for x, a in zip(leaves, in_axes, strict=True)))
-                for i in range(2)]
+        outs = [
+            f(*(pick(x, a, i) for x, a in zip(leaves, in_axes, strict=True)))
+            for i in range(2)
+        ]
         return jax.tree.map(lambda *ys: jnp.stack(ys), *outs)
 
     return looped
