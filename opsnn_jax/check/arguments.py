@@ -1,7 +1,7 @@
-"""The arguments of an op under test: which leaves are differentiable, what they are named.
+"""The arguments of an op under test: which leaves are differentiable, their names.
 
 Arguments may be pytrees. A leaf that holds real floating-point numbers is
-differentiable; integers, booleans, random keys and Python values are passed as they are.
+differentiable; integers, booleans, random keys and Python values pass as they are.
 """
 
 import inspect

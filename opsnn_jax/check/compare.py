@@ -16,7 +16,7 @@ from . import tables
 from .arguments import Arguments, op_name, random_like
 from .errors import Row, compare_arrays
 from .float64 import NotInFloat64, in_float64, widen
-from .levels import LEVELS, Limits
+from .levels import Limits, limits_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Comparison:
                 "x".join(map(str, row.shape)) or "scalar",
                 *map(tables.number, (row.ours.max, row.ours.mean, row.ours.rms)),
                 *map(tables.number, (row.ratios.max, row.ratios.mean, row.ratios.rms)),
-                f"{row.ours.outside:.2%}",
+                f"{row.ours.outside}/{row.ours.count}",
                 "; ".join(row.failures) or "ok",
             )
             for row in self.rows
@@ -90,13 +90,13 @@ def compare(
     Args:
       f: the implementation in question, `f(*args, **options)`; returns a pytree.
       g: the baseline: a plain implementation in the same dtype.
-      args: arrays or pytrees of arrays. The truth sees the same, already rounded values.
+      args: arrays or pytrees of arrays. The truth sees the same, rounded values.
       truth: a function to run in float64, or the float64 outputs themselves. None runs
         `g` in float64. With `grads`, it must be a function or None.
       grads: compare also the gradients in every floating-point argument, for the same
         random cotangent.
       level: `L0`, `L1` or `L2`, or `Limits` of one's own.
-      factor: multiplies the limits: the error growth predicted for the algorithm of `f`.
+      factor: multiplies the limits: the error growth predicted for `f`'s algorithm.
       options: keyword arguments of all three.
       seed: of the cotangent.
 
@@ -116,8 +116,7 @@ def compare(
       True
     """
     options = dict(options or {})
-    limits = _limits(level)
-    name = level if isinstance(level, str) else "its limits"
+    limits, name = limits_of(level)
     if factor != 1:
         name = f"{name} x {factor:.3g}"
     exact = truth if callable(truth) else g
@@ -181,16 +180,6 @@ def _true(op, args, options):
             f"compare: the truth {op_name(op)} must run in float64, but {why}. "
             "Pass truth=, a function that does."
         ) from why
-
-
-def _limits(level) -> Limits:
-    if isinstance(level, Limits):
-        return level
-    if level not in LEVELS:
-        raise ValueError(
-            f"compare: level must be one of {', '.join(LEVELS)} or Limits; got {level!r}."
-        )
-    return LEVELS[level]
 
 
 def _rows(label, ours, theirs, true, limits, factor):

@@ -4,9 +4,10 @@ Central differences over step sizes a factor 4 apart are extrapolated to step 0
 (Richardson). Large steps suffer from curvature, small ones from the rounding of the
 function; the entry of the extrapolation table whose neighbours agree best, rounding
 counted, is taken, and that disagreement is its error estimate (Ridders 1982, "Accurate
-computation of F'(x) and F'(x)F''(x)"). The rounding is measured rather than assumed,
-from high-order differences at tiny spacing, where a smooth function has none (More and
-Wild 2011, "Estimating computational noise").
+computation of F'(x) and F'(x)F''(x)"). An entry that smaller steps contradict beyond
+their rounding saw another scale of the function, and is charged the contradiction. The
+rounding is measured rather than assumed, from high-order differences at tiny spacing,
+where a smooth function has none (More and Wild 2011, "Estimating computational noise").
 """
 
 import math
@@ -62,8 +63,8 @@ def derivative(phi: Callable[[float], float], scale: float, eps: float) -> Deriv
       eps: the machine epsilon of the arithmetic that `phi` is computed in.
     """
     noise = _noise(phi, scale, eps)
-    # Below about eps^(1/2) a step only adds rounding.
-    smallest = max(eps, 2.0**-48) ** 0.5
+    # At smaller steps the rounding exceeds what is left of the curvature.
+    smallest = max(eps**0.7, 2.0**-24)
     count = max(4, 1 + int(math.log(0.25 / smallest, _FACTOR)))
     steps = scale * 0.25 * _FACTOR ** -np.arange(count)
     ahead = np.array([phi(h) for h in steps])
@@ -89,14 +90,19 @@ def _extrapolate(values, first, ratio, rounding):
     finite = np.isfinite(values)
     values, rounding = values[finite], rounding[finite]
     best = Estimate(math.nan, math.inf)
+    if len(values) < 2:
+        return best
+    witnesses = (first * values[1:] - values[:-1]) / (first - 1)
     column, factor = values, first
     for j in range(1, min(_COLUMNS, len(values))):
         refined = (factor * column[1:] - column[:-1]) / (factor - 1)
         spread = np.maximum(abs(refined - column[1:]), abs(refined - column[:-1]))
         # The entry above in the same column: agreement of three, not of two by chance.
         above = np.abs(np.diff(refined, prepend=np.nan))
-        spread = np.fmax(spread, above)
-        errors = spread + rounding[j:]
+        gaps = np.abs(refined[:, None] - witnesses[None, :]) - 2 * rounding[None, 1:]
+        # Row i of this column rests on steps i to i + j; those from i + j on are finer.
+        contradicted = np.max(np.triu(gaps, j - 1), axis=1)
+        errors = np.fmax(np.fmax(spread, above), contradicted) + rounding[j:]
         i = int(np.argmin(errors))
         if errors[i] < best.error:
             best = Estimate(float(refined[i]), float(errors[i]))

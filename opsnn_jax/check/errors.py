@@ -23,14 +23,16 @@ class Errors:
       max, mean: of the relative error of the elements.
       rms: root mean square of the error over that of the truth.
       small: how many small values have an error above the standard's.
-      outside: share of elements outside the standard's mixed tolerance.
+      outside: how many elements lie outside the standard's mixed tolerance.
+      count: of elements that were compared.
     """
 
     max: float
     mean: float
     rms: float
     small: int
-    outside: float
+    outside: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Row:
         return not self.failures
 
 
-_NONE = Errors(0.0, 0.0, 0.0, 0, 0.0)
+_NONE = Errors(0.0, 0.0, 0.0, 0, 0, 0)
 _LEVEL = Limits(0.0, 0.0, 0.0)
 
 
@@ -149,7 +151,8 @@ def _errors(a, truth, law: DtypeRule, factor) -> Errors:
         mean=float(relative.mean()),
         rms=math.sqrt(float(np.mean(error**2))) / scale,
         small=int(np.sum(error[small] > law.small_error * factor)),
-        outside=float(np.mean(error > factor * (law.atol + law.rtol * size))),
+        outside=int(np.sum(error > factor * (law.atol + law.rtol * size))),
+        count=error.size,
     )
 
 
@@ -173,15 +176,20 @@ def _excess(ratios, limits, allowed):
 
 def _counts(ours, baseline, rounding):
     found = []
-    expected = SMALL_COUNT_RATIO * max(baseline.small, rounding.small, 1)
-    # A count has about its square root as standard deviation.
-    if ours.small > expected + 3 * math.sqrt(expected):
-        found.append(
-            f"{ours.small} small values are off, the baseline's {baseline.small}"
-        )
-    if ours.outside > max(OUTSIDE, baseline.outside):
-        found.append(f"{ours.outside:.2%} of the elements are outside the tolerance")
+    small = SMALL_COUNT_RATIO * max(baseline.small, rounding.small)
+    if ours.small > _by_chance(small):
+        text = f"{ours.small} small values are off, of the baseline's {baseline.small}"
+        found.append(text)
+    outside = max(OUTSIDE * ours.count, baseline.outside, rounding.outside)
+    if ours.outside > _by_chance(outside):
+        text = f"{ours.outside} of {ours.count} elements are outside the tolerance, "
+        found.append(text + f"of the baseline's {baseline.outside}")
     return found
+
+
+def _by_chance(expected):
+    """How large a count may be: its standard deviation is about its square root."""
+    return expected + 3 * math.sqrt(max(expected, 1))
 
 
 def _same_nonfinite(a, b):

@@ -86,10 +86,22 @@ def narrowing(jaxpr: Any, bits: int) -> str | None:
                 if 0 < _float_bits(out.aval) < bits:
                     return str(out.aval.dtype)
         for inner in jaxprs_in_params(eqn.params):
-            found = narrowing(getattr(inner, "jaxpr", inner), bits)
+            found = narrowing(inner, bits)
             if found is not None:
                 return found
     return None
+
+
+def coarsest(jaxpr: Any) -> float:
+    """The largest machine epsilon of the floating dtypes that equations produce."""
+    found = 0.0
+    for eqn in jaxpr.eqns:
+        for out in eqn.outvars:
+            if _float_bits(out.aval):
+                found = max(found, float(jnp.finfo(out.aval.dtype).eps))
+        for inner in jaxprs_in_params(eqn.params):
+            found = max(found, coarsest(inner))
+    return found
 
 
 def _float_bits(aval):

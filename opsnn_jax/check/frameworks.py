@@ -17,7 +17,7 @@ import numpy as np
 
 from .compare import Comparison
 from .errors import compare_arrays
-from .levels import LEVELS
+from .levels import SAME_MEANING, Limits, limits_of
 
 # Where the library keeps the ops that have a counterpart in PyTorch.
 _HOMES = {
@@ -50,7 +50,7 @@ def compare_frameworks(
     *,
     op: Callable | None = None,
     dtype: Any = "float32",
-    level: str = "L1",
+    level: str | Limits = SAME_MEANING,
     factor: float = 1.0,
     seed: int = 0,
 ) -> Comparison:
@@ -64,7 +64,8 @@ def compare_frameworks(
         bias, mask, scale, is_causal)` with q (B, T, N, H), k and v (B, S, K, H);
         `layer_norm(x, scale, bias, *, eps)`, over the last axis.
       dtype: float32, bfloat16 or float16.
-      level: limits of the double benchmark.
+      level: `L0`, `L1`, `L2` or `Limits`. By default loose enough for sums in another
+        order and tight enough for any mistake in what is computed.
       factor: multiplies them.
       seed: of the data.
 
@@ -77,8 +78,10 @@ def compare_frameworks(
     """
     if name not in _HOMES:
         raise ValueError(
-            f"compare_frameworks: name must be one of {', '.join(_HOMES)}; got {name!r}."
+            f"compare_frameworks: name must be one of {', '.join(_HOMES)}; "
+            f"got {name!r}."
         )
+    limits, name_of_limits = limits_of(level)
     torch = _torch()
     op = op or _library_op(name)
     cases, theirs = _counterpart(name)
@@ -91,10 +94,11 @@ def compare_frameworks(
         true = _in_torch(torch, theirs, case, data, seed, "float64")
         for key in ours:
             arrays = (ours[key], base[key].astype(ours[key].dtype), true[key])
-            row = compare_arrays(f"{case.name}: {key}", *arrays, LEVELS[level], factor)
+            row = compare_arrays(f"{case.name}: {key}", *arrays, limits, factor)
             rows.append(_with_dtype(row, ours[key], dtype))
     title = f"{name} in {jnp.dtype(dtype)}"
-    return Comparison(title, f"PyTorch {torch.__version__}", level, tuple(rows))
+    peer = f"PyTorch {torch.__version__}"
+    return Comparison(title, peer, name_of_limits, tuple(rows))
 
 
 def _torch():

@@ -24,7 +24,7 @@ import numpy as np
 from . import tables
 from .arguments import Arguments, is_differentiable, is_float, op_name, random_like
 from .differences import derivative
-from .float64 import refusal, widen
+from .float64 import coarsest, refusal, widen
 from .reproducer import write_reproducer
 
 _MODES = ("vjp", "jvp")
@@ -157,8 +157,9 @@ def check_grads(
       repro: folder for a reproducer of a failure, or None for none.
 
     Returns:
-      A `GradientReport`. A point where the op has a kink, such as relu at 0, is reported
-      as `not differentiable`; there vjp and jvp are still held against each other.
+      A `GradientReport`. A point where the op has a kink, such as relu at 0, is
+      reported as `not differentiable`; vjp and jvp are still held against each
+      other there.
 
     Raises:
       ValueError: for an unknown mode or order, or no floating-point argument.
@@ -239,8 +240,10 @@ def _cotangents(op, args, options, seed) -> list[GradientRow]:
     given = Arguments(op, jax.tree.map(_as_jax, tuple(args)))
     rng = np.random.default_rng(seed)
     try:
-        out, pull = jax.vjp(given.function(op, options), *given.leaves)
-        cotangents = pull(jax.tree.map(lambda y: random_like(rng, y), out))
+        f = given.function(op, options)
+        out = jax.eval_shape(f, *given.leaves)
+        dy = jax.tree.map(lambda y: random_like(rng, y), out)
+        cotangents = jax.eval_shape(lambda *x: jax.vjp(f, *x)[1](dy), *given.leaves)
     except (TypeError, ValueError, NotImplementedError) as error:
         return [GradientRow(1, "all", "cotangent", "refused", note=_short(error))]
     rows = []
@@ -274,9 +277,15 @@ class _Point:
         if order == 2:
             self._differentiate()
         self.run = jax.jit(self.f)
+        self.pull = jax.jit(lambda x, dy: jax.vjp(self.f, *x)[1](dy))
+        self.push = jax.jit(lambda x, dx: jax.jvp(self.f, tuple(x), tuple(dx))[1])
         # Directions and sums are in float64 whatever the op computes in.
         self.x = [np.asarray(leaf).astype(np.float64) for leaf in self.leaves]
         self.eps = float(jnp.finfo(_narrowest(self.leaves)).eps)
+        if dtype != np.float64:
+            # An op may round to a narrower dtype than that of its arguments.
+            jaxpr = jax.make_jaxpr(self.f)(*self.leaves).jaxpr
+            self.eps = max(self.eps, coarsest(jaxpr))
 
     def _differentiate(self):
         """Replaces f by its vjp, a function of the arguments and of the cotangent."""
@@ -328,7 +337,7 @@ class _Point:
         refused = {}
         if "vjp" in modes:
             try:
-                gradient = jax.vjp(self.f, *self.leaves)[1](v)
+                gradient = self.pull(self.leaves, v)
                 values["vjp"] = _inner(gradient, u)
             except (TypeError, ValueError, NotImplementedError) as error:
                 refused["vjp"] = _short(error)
@@ -338,7 +347,7 @@ class _Point:
                 for du, leaf in zip(u, self.leaves, strict=True)
             ]
             try:
-                moved = jax.jvp(self.f, tuple(self.leaves), tuple(tangents))[1]
+                moved = self.push(self.leaves, tangents)
                 values["jvp"] = _inner(v, moved)
             except (TypeError, ValueError, NotImplementedError) as error:
                 refused["jvp"] = _short(error)
@@ -387,7 +396,7 @@ class _Point:
         return GradientRow(**row, status="fail", note=note)
 
     def _direction(self, group):
-        """A random direction that moves the leaves of `group`, each by its own scale."""
+        """A random direction that moves the leaves of `group`, each on its scale."""
         u = [np.zeros(x.shape) for x in self.x]
         for i in group:
             step = self.rng.standard_normal(self.x[i].shape)

@@ -51,9 +51,9 @@ class Program:
     def run(self, args: Sequence[Any], wide: Callable[[int], bool]) -> list[Any]:
         """The outputs, with equation i in float64 where `wide(i)`.
 
-        A value keeps the precision that it was computed in until an equation that is not
-        wide takes it, which rounds it to the dtype it was traced with. Call this with
-        x64 enabled.
+        A value keeps the precision that it was computed in until an equation that is
+        not wide takes it, which rounds it to the dtype of the trace. Call this with x64
+        enabled.
         """
         values = dict(self._values)
         values |= zip(self._inputs, jax.tree.leaves(tuple(args)), strict=True)

@@ -30,7 +30,7 @@ class LayerRow:
       layer: path of the module; `#2` is its second call.
       output: error of its output.
       gradient: error of the gradient of the loss in its output.
-      parameters: error of the gradient in its own parameters, NaN if it has none.
+      parameters: error of the gradient in its own parameters, None if it has none.
       range_a, range_b: smallest and largest output.
       allowed: what its output may differ by.
       allowed_gradient: what its gradients may.
@@ -40,7 +40,7 @@ class LayerRow:
     dtypes: tuple[str, str]
     output: float
     gradient: float
-    parameters: float
+    parameters: float | None
     range_a: tuple[float, float]
     range_b: tuple[float, float]
     allowed: float
@@ -53,10 +53,8 @@ class LayerRow:
 
     @property
     def gradient_departs(self) -> bool:
-        worst = max(
-            self.gradient, 0 if math.isnan(self.parameters) else self.parameters
-        )
-        return not worst <= self.allowed_gradient or math.isnan(self.gradient)
+        errors = (self.gradient, self.parameters or 0.0)
+        return not all(error <= self.allowed_gradient for error in errors)
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class LayerReport:
                 "/".join(row.dtypes),
                 tables.number(row.output),
                 tables.number(row.gradient),
-                "" if math.isnan(row.parameters) else tables.number(row.parameters),
+                "" if row.parameters is None else tables.number(row.parameters),
                 "{:.3g} {:.3g}".format(*row.range_a),
                 "{:.3g} {:.3g}".format(*row.range_b),
                 " ".join(
@@ -155,8 +153,8 @@ def layerwise(
     """Compares two ways of running one model, layer by layer.
 
     Args:
-      model: a `flax.linen` or `flax.nnx` module. Layers inside lifted transforms such as
-        `nn.scan` cannot be recorded.
+      model: a `flax.linen` or `flax.nnx` module. Layers inside lifted transforms, such
+        as `nn.scan`, cannot be recorded.
       params: the variables of a linen module, or its `params` alone; None for nnx.
       x: the input, or a tuple of inputs.
       a, b: the two ways. None leaves the model as it is; a dtype sets `dtype` in every
@@ -240,7 +238,7 @@ def _row(layer, k, depth, a: _Run, b: _Run, tolerance) -> LayerRow:
     dtypes = tuple(str(jax.tree.leaves(r.outputs[layer])[0].dtype) for r in (a, b))
     unit = max(float(jnp.finfo(d).eps) / 2 for d in map(jnp.dtype, dtypes))
     own = layer.split("#")[0]
-    parameters = math.nan
+    parameters = None
     if own in a.parameters:
         parameters = _error(_flat(a.parameters[own]), _flat(b.parameters[own]))
     return LayerRow(

@@ -26,8 +26,13 @@ LEVELS = {
     "L2": Limits(max=2, mean=1.2, rms=1.2),
 }
 
-# Below `size` a value is small: a relative error says little there, and errors above
-# `error` are counted instead. The count may be twice the baseline's.
+# Where another compiler or algorithm computes the same thing, its sums run in another
+# order: twice L0. A mistake in what is computed is off by the size of the result, that
+# is by hundreds of roundings even in bfloat16.
+SAME_MEANING = Limits(max=20, mean=4, rms=4)
+
+# Below `small_size` a value is small: a relative error says little there, and errors
+# above `small_error` are counted instead. The count may be twice the baseline's.
 SMALL_COUNT_RATIO = 2.0
 # The share of elements that may lie outside the mixed tolerance atol + rtol |truth|.
 OUTSIDE = 0.01
@@ -66,3 +71,19 @@ def rule(dtype: jnp.dtype) -> DtypeRule:
             f"compare: the precision standard covers {', '.join(_RULES)}; got {name}."
         )
     return _RULES[name]
+
+
+def limits_of(level: str | Limits) -> tuple[Limits, str]:
+    """The limits of a level, and what to call them.
+
+    Raises:
+      ValueError: for an unknown level.
+    """
+    if isinstance(level, Limits):
+        return level, f"{level.max:g}/{level.mean:g}/{level.rms:g}"
+    if level not in LEVELS:
+        raise ValueError(
+            f"compare: level must be one of {', '.join(LEVELS)} or Limits; "
+            f"got {level!r}."
+        )
+    return LEVELS[level], level

@@ -88,8 +88,8 @@ def precision_sweep(
     Returns:
       A `PrecisionReport`.
 
-    Precision: the truth is the same function with every equation in float64. Scan, while
-      and cond keep their own precision, as does an equation that refuses float64.
+    Precision: the truth is the same function with every equation in float64. Scan,
+      while and cond keep their own precision, as does an equation that refuses float64.
     """
     options = dict(options or {})
     program = Program(lambda *a: f(*a, **options), args)

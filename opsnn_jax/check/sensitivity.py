@@ -33,8 +33,8 @@ class SensitivityRow:
       noise: which one.
       moved: root mean square of the movement over that of the output.
       largest: of one element, over the root mean square of the output.
-      gain: `moved` over the same measure of the disturbance of the inputs; NaN where the
-        inputs were not changed.
+      gain: `moved` over the same measure of the disturbance of the inputs; NaN where
+        the inputs were not changed.
       limit: for `moved`.
       note: why it was not run, if it was not.
     """

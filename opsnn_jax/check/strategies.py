@@ -58,9 +58,9 @@ def arrays(shape: Any, dtype: Any, *, kinds: tuple[str, ...] = KINDS):
       shape: a tuple, or a strategy for one.
       dtype: a dtype, or a strategy for one.
       kinds: `normal`; `uniform` in [-5, 5]; `shifted`, normal with a mean of up to 5;
-        `tiny`, within 1e-3; `large`, up to the square root of the dtype's largest number
-        over the size, so that a sum of products does not overflow; `outliers`, normal
-        with one element in a thousand, at least one, 1000 times larger; `zeros`.
+        `tiny`, within 1e-3; `large`, about the square root of the dtype's largest
+        number over the size, so that a sum of products does not overflow; `outliers`,
+        normal with one element in a thousand, at least one, 1000 times larger; `zeros`.
     """
     st = _hypothesis()
     unknown = [kind for kind in kinds if kind not in KINDS]
