@@ -189,8 +189,10 @@ def check_grads(
         )
     rows = _cotangents(op, args, options, seed)
     dtype, notes = _widest(op, args, options)
+    # An op that refuses its own arguments needs no more said.
+    orders = range(1, order + 1) if rows[0].status != "refused" else ()
     with jax.enable_x64(True) if dtype == np.float64 else nullcontext():
-        for level in range(1, order + 1):
+        for level in orders:
             where = _Point(op, args, options, dtype, level, seed)
             found, more = where.rows(modes, directions)
             rows += found

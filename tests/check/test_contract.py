@@ -1,0 +1,153 @@
+"""The contract suite: a right op keeps it, each planted bug breaks its own part."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from planted_ops import attention, attention_reference, qkv
+
+from opsnn_jax.check import OpCase, check_op
+from opsnn_jax.check.transforms import TRANSFORMS
+
+QUICK = OpCase("quick", qkv, transforms=False)
+HOW = {"options": {}, "factor": 1.0, "seed": 0}
+
+
+def _check(op, **how):
+    how = {"reference": attention_reference, "cases": [QUICK]} | how
+    return check_op(op, **how)
+
+
+def test_right_op_keeps_the_contract():
+    report = _check(attention, cases=[OpCase("plain", qkv)])
+    report.raise_if_failed()
+    (row,) = report.rows
+    assert row.transforms == (len(TRANSFORMS), len(TRANSFORMS))
+    assert row.differences == "pass" and row.deterministic
+
+
+def test_odd_sizes_and_dtypes():
+    cases = [
+        OpCase(f"T={n}", functools.partial(qkv, length=n), transforms=False)
+        for n in (1, 3, 13)
+    ]
+    report = _check(attention, cases=cases, dtypes=("bfloat16", "float16"))
+    report.raise_if_failed()
+    assert [(row.dtype, row.case) for row in report.rows] == [
+        (dtype, case.name) for dtype in ("bfloat16", "float16") for case in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    "bug, dtype, text",
+    [
+        ("wrong sign", "float32", "derivative in k"),
+        ("missing factor", "float32", "d q: rms error"),
+        ("missing rescale", "float32", "out: max error"),
+        ("mask off by one", "float32", "out: max error"),
+        ("cotangent dtype", "bfloat16", "d q: is float32[7, 4]"),
+        ("different bits", "float32", "two runs gave different bits"),
+    ],
+)
+def test_planted_bug_breaks_the_contract(bug, dtype, text):
+    report = _check(attention, implementations=[bug], dtypes=[dtype])
+    assert not report.ok
+    assert report.rows[0].implementation == bug
+    assert text in report.details
+    with pytest.raises(AssertionError, match="BREAKS the contract"):
+        report.raise_if_failed()
+
+
+def _with_batching(batched):
+    """The right op with another rule under vmap."""
+    return jax.custom_batching.custom_vmap(attention_reference), batched
+
+
+@pytest.mark.parametrize("name", ["vmap", "vmap of grad"])
+def test_wrong_batching_rule_is_found(key, name):
+    @jax.custom_batching.custom_vmap
+    def op(x, w):
+        return x * w
+
+    @op.def_vmap
+    def rule(size, batched, x, w):
+        # Takes the first weight for all, a fault that shared weights never show.
+        return x * (w[0] if batched[1] else w), True
+
+    def wrapped(x, w):
+        return op(x, w)
+
+    args = jax.random.normal(key, (2, 5))
+    trouble = TRANSFORMS["vmap"](wrapped, lambda x, w: x * w, tuple(args), HOW)
+    assert any("in_axes=(None, 0)" in text for text in trouble)
+    assert not any("in_axes=(0, None)" in text for text in trouble)
+
+
+def test_changed_carry_is_found_by_scan(key):
+    args = qkv(key, jnp.bfloat16)
+    op = functools.partial(attention, implementation="cotangent dtype")
+    (text,) = TRANSFORMS["scan"](op, attention_reference, args, HOW)
+    assert "carry" in text
+    assert not TRANSFORMS["scan"](attention, attention_reference, args, HOW)
+
+
+def test_second_order_fault_is_found_by_grad_of_grad(key):
+    op = functools.partial(attention, implementation="second order")
+    args = qkv(key, jnp.float32)
+    assert TRANSFORMS["grad of grad"](op, attention_reference, args, HOW)
+    assert not TRANSFORMS["remat"](op, attention_reference, args, HOW)
+
+
+def test_op_that_cannot_be_traced_is_found_by_jit(key):
+    def op(x):
+        return x if float(x[0]) > 0 else -x
+
+    assert TRANSFORMS["jit"](op, jnp.abs, (jnp.ones(3),), HOW)
+
+
+def test_refusal_is_shown_but_a_report_of_refusals_is_not_ok():
+    def op(q, k, v, *, implementation=None):
+        if implementation == "fast" or q.dtype != jnp.float32:
+            raise NotImplementedError("op: takes no such call.")
+        return attention(q, k, v)
+
+    report = _check(op, implementations=[None, "fast"])
+    assert report.ok
+    assert [row.refused for row in report.rows] == ["", "op: takes no such call."]
+    assert "refused: op: takes" in str(report)
+    assert not _check(op, implementations=["fast"]).ok
+
+
+def test_predicted_error_growth_is_allowed_where_it_is_predicted():
+    asked = []
+
+    def factor(implementation, dtype, case):
+        asked.append((implementation, dtype, case.name))
+        return 8.0 if implementation == "forward error" else 1.0
+
+    names = [None, "forward error"]
+    assert _check(attention, implementations=names, factor=factor).ok
+    assert asked == [(name, jnp.float32, "quick") for name in names]
+    assert not _check(attention, implementations=names).ok
+
+
+def test_policy_on_nonfinite_values_is_asked_once_an_implementation():
+    def policy(op):
+        out = op(*(jnp.full((3, 2), x) for x in (1.0, 1.0, jnp.nan)))
+        return None if jnp.isnan(out).all() else "a NaN in v must reach the output"
+
+    assert _check(attention, nonfinite=policy).ok
+    report = _check(
+        lambda q, k, v: attention(q, k, jnp.nan_to_num(v)), nonfinite=policy
+    )
+    assert "Inf and NaN: a NaN in v" in report.details
+
+
+def test_report_is_readable_by_machine_and_person():
+    report = _check(attention, dtypes=("float32", "bfloat16"))
+    assert report.to_dict()["ok"] and len(report.to_dict()["rows"]) == 2
+    assert report.table().row_count == 2
+    assert "attention keeps the contract" in str(report)
+    with pytest.raises(ValueError, match="at least one OpCase"):
+        _check(attention, cases=[])
