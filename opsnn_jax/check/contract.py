@@ -193,13 +193,32 @@ def _with_implementation(op, name):
     return functools.update_wrapper(run, op)
 
 
+def _jitted(op, args, options):
+    """`op` for arguments like `args`, as one compiled program."""
+    compiled = jax.jit(Arguments(op, args).function(op, options))
+
+    @functools.wraps(op)
+    def run(*again):
+        return compiled(*Arguments(op, again).leaves)
+
+    return run
+
+
 def _check(op, reference, case, dtype, level, factor, seed) -> ContractRow:
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(case.name.encode()))
     args = case.make_args(key, dtype)
     row = ContractRow("", dtype.name, case.name)
     how = dict(factor=factor, options=case.options, seed=seed)
     try:
-        outcome = compare(op, reference, *args, grads=True, level=level, **how)
+        outcome = compare(
+            _jitted(op, args, case.options),
+            _jitted(reference, args, case.options),
+            *args,
+            grads=True,
+            level=level,
+            factor=factor,
+            seed=seed,
+        )
     except NotImplementedError as why:
         return dataclasses.replace(row, refused=str(why))
     except (TypeError, ValueError) as error:
