@@ -62,9 +62,8 @@ class Row:
         return not self.failures
 
 
-# Mean and root mean square of the relative error of one rounding, in units of its bound,
-# for leading digits spread evenly on a logarithmic scale: 1/(4 ln 2) and
-# sqrt(1/(8 ln 2)).
+# Mean and root mean square of the relative error of one rounding, in units of its
+# bound, for numbers spread evenly on a logarithmic scale: 1/(4 ln 2), sqrt(1/(8 ln 2)).
 _MEAN_ROUNDING = 0.36
 _RMS_ROUNDING = 0.42
 

@@ -193,10 +193,18 @@ def layerwise(
             f"{', '.join(only) or 'their order'}."
         )
     depth = len(left.outputs)
-    rows = [
-        _row(layer, k, depth, left, right, tolerance)
-        for k, layer in enumerate(left.outputs, 1)
-    ]
+    units = [_unit(layer, left, right) for layer in left.outputs]
+    rows = []
+    for k, layer in enumerate(left.outputs, 1):
+        # A layer inherits the rounding of those before it, and in its gradient of all.
+        # Independent roundings add up as the root of their number.
+        allowed = _ROUNDINGS * max(units[:k]) * math.sqrt(k)
+        # A relu whose input is within rounding of 0 may flip, and of many, a share as
+        # large as the rounding does: that is an error of its square root.
+        flips = 2 * math.sqrt(max(units))
+        backwards = max(_ROUNDINGS * max(units) * math.sqrt(2 * depth), flips)
+        limits = (tolerance or allowed, tolerance or backwards)
+        rows.append(_row(layer, left, right, *limits))
     return LayerReport(tuple(rows))
 
 
@@ -233,27 +241,31 @@ def _run(runner, inputs, way, seed) -> _Run:
     return _Run(calls, cotangents, runner.by_layer(gradient))
 
 
-def _row(layer, k, depth, a: _Run, b: _Run, tolerance) -> LayerRow:
+def _dtypes(layer, a: _Run, b: _Run) -> tuple[str, str]:
+    return tuple(str(jax.tree.leaves(r.outputs[layer])[0].dtype) for r in (a, b))
+
+
+def _unit(layer, a: _Run, b: _Run) -> float:
+    """The largest relative error of rounding to the coarser of the two dtypes."""
+    return max(float(jnp.finfo(dtype).eps) / 2 for dtype in _dtypes(layer, a, b))
+
+
+def _row(layer, a: _Run, b: _Run, allowed, allowed_gradient) -> LayerRow:
     outs = _flat(a.outputs[layer]), _flat(b.outputs[layer])
-    dtypes = tuple(str(jax.tree.leaves(r.outputs[layer])[0].dtype) for r in (a, b))
-    unit = max(float(jnp.finfo(d).eps) / 2 for d in map(jnp.dtype, dtypes))
     own = layer.split("#")[0]
     parameters = None
     if own in a.parameters:
         parameters = _error(_flat(a.parameters[own]), _flat(b.parameters[own]))
     return LayerRow(
         layer,
-        dtypes,
+        _dtypes(layer, a, b),
         _error(*outs),
         _error(_flat(a.cotangents[layer]), _flat(b.cotangents[layer])),
         parameters,
         _range(outs[0]),
         _range(outs[1]),
-        # Independent roundings add up as the root of their number.
-        tolerance or _ROUNDINGS * unit * math.sqrt(k),
-        # A relu whose input is within rounding of 0 may flip, and of many, a share as
-        # large as the rounding does: that is an error of its square root.
-        tolerance or max(_ROUNDINGS * unit * math.sqrt(2 * depth), 2 * math.sqrt(unit)),
+        allowed,
+        allowed_gradient,
     )
 
 

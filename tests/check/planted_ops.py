@@ -63,13 +63,14 @@ def _forward(bug, q, k, v):
         old = out if bug == "missing rescale" else out * keep
         out = old + jnp.dot(p, v[block].astype(acc))
         top = new
-    out = (out / total).astype(q.dtype)
+    exact = out / total
+    out = exact.astype(q.dtype)
     if bug == "forward error":
         out = out * jnp.asarray(1 + 3 * jnp.finfo(q.dtype).eps, q.dtype)
     if bug == "different bits":
         shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
         out = jax.pure_callback(_disturb, shape, out, vmap_method="sequential")
-    return out, (q, k, v, out, top + jnp.log(total))
+    return out, (q, k, v, exact, top + jnp.log(total))
 
 
 def _backward(bug, residuals, dy):

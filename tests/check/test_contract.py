@@ -14,6 +14,17 @@ QUICK = OpCase("quick", qkv, transforms=False)
 HOW = {"options": {}, "factor": 1.0, "seed": 0}
 
 
+def double(x):
+    return x * 2
+
+
+DOUBLE = OpCase(
+    "double",
+    lambda key, dtype: (jax.random.normal(key, (9,)).astype(dtype),),
+    transforms=False,
+)
+
+
 def _check(op, **how):
     how = {"reference": attention_reference, "cases": [QUICK]} | how
     return check_op(op, **how)
@@ -113,47 +124,53 @@ def test_op_that_differs_outside_jit_is_found(key):
 
 
 def test_refusal_is_shown_but_a_report_of_refusals_is_not_ok():
-    def op(q, k, v, *, implementation=None):
-        if implementation == "fast" or q.dtype != jnp.float32:
+    def op(x, *, implementation=None):
+        if implementation == "fast":
             raise NotImplementedError("op: takes no such call.")
-        return attention(q, k, v)
+        return double(x)
 
-    report = _check(op, implementations=[None, "fast"])
+    how = {"reference": double, "cases": [DOUBLE]}
+    report = check_op(op, implementations=[None, "fast"], **how)
     assert report.ok
     assert [row.refused for row in report.rows] == ["", "op: takes no such call."]
     assert "refused: op: takes" in str(report)
-    assert not _check(op, implementations=["fast"]).ok
+    assert not check_op(op, implementations=["fast"], **how).ok
 
 
 def test_predicted_error_growth_is_allowed_where_it_is_predicted():
+    def op(x, *, implementation=None):
+        worse = 1 + 20 * float(jnp.finfo(x.dtype).eps)
+        return double(x) * (worse if implementation == "worse" else 1)
+
     asked = []
 
     def factor(implementation, dtype, case):
         asked.append((implementation, dtype, case.name))
-        return 8.0 if implementation == "forward error" else 1.0
+        return 100.0 if implementation == "worse" else 1.0
 
-    names = [None, "forward error"]
-    assert _check(attention, implementations=names, factor=factor).ok
-    assert asked == [(name, jnp.float32, "quick") for name in names]
-    assert not _check(attention, implementations=names).ok
+    how = {"reference": double, "cases": [DOUBLE], "implementations": [None, "worse"]}
+    check_op(op, factor=factor, **how).raise_if_failed()
+    assert asked == [(name, jnp.float32, "double") for name in (None, "worse")]
+    assert not check_op(op, **how).ok
 
 
 def test_policy_on_nonfinite_values_is_asked_once_an_implementation():
     def policy(op):
-        out = op(*(jnp.full((3, 2), x) for x in (1.0, 1.0, jnp.nan)))
-        return None if jnp.isnan(out).all() else "a NaN in v must reach the output"
+        nan = jnp.isnan(op(jnp.full((3,), jnp.nan))).all()
+        return None if nan else "a NaN must reach the output"
 
-    assert _check(attention, nonfinite=policy).ok
-    report = _check(
-        lambda q, k, v: attention(q, k, jnp.nan_to_num(v)), nonfinite=policy
-    )
-    assert "Inf and NaN: a NaN in v" in report.details
+    how = {"reference": double, "cases": [DOUBLE], "nonfinite": policy}
+    assert check_op(double, **how).ok
+    report = check_op(lambda x: double(jnp.nan_to_num(x)), **how)
+    assert "Inf and NaN: a NaN must reach" in report.details
 
 
 def test_report_is_readable_by_machine_and_person():
-    report = _check(attention, dtypes=("float32", "bfloat16"))
+    report = check_op(
+        double, reference=double, cases=[DOUBLE], dtypes=("float32", "bfloat16")
+    )
     assert report.to_dict()["ok"] and len(report.to_dict()["rows"]) == 2
     assert report.table().row_count == 2
-    assert "attention keeps the contract" in str(report)
+    assert "double keeps the contract" in str(report)
     with pytest.raises(ValueError, match="at least one OpCase"):
         _check(attention, cases=[])

@@ -83,7 +83,12 @@ def test_sweep_blames_the_equation():
     assert "convert_element_type" in report.worst.equation
     assert "test_sensitivity.py" in report.worst.source
     assert report.worst.alone == pytest.approx(report.error, rel=0.05)
-    assert report.worst.raised < report.error / 100
+
+
+def test_raising_one_sum_wins_most_of_the_error_back(far_from_zero):
+    report = precision_sweep(variance_by_squares, far_from_zero)
+    assert "reduce_sum" in report.worst.equation
+    assert report.worst.raised < 0.7 * report.error
 
 
 def test_sweep_opens_calls_and_keeps_control_flow():
