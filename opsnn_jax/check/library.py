@@ -22,6 +22,7 @@ class OpEntry:
 
     Attributes:
       module, attribute: where its public function is.
+      table: the op that its table of implementations in that module names.
       cases: makes its cases.
       factor: `factor(implementation, dtype, case)`, the error growth predicted for an
         implementation over the plain formula.
@@ -29,6 +30,7 @@ class OpEntry:
 
     module: str
     attribute: str
+    table: str
     cases: Callable[[], tuple[OpCase, ...]]
     factor: Callable[[str | None, Any, OpCase], float] = lambda name, dtype, case: 1.0
 
@@ -47,7 +49,7 @@ class OpEntry:
 
         found = vars(importlib.import_module(self.module)).values()
         tables = [value for value in found if isinstance(value, Table)]
-        mine = next(table for table in tables if table.op == self.attribute)
+        mine = next(table for table in tables if table.op == self.table)
         return tuple(mine.implementations)
 
 
@@ -184,8 +186,13 @@ def _attention_cases() -> tuple[OpCase, ...]:
 
 
 OPS = {
-    "conv2d": OpEntry("opsnn_jax.ops.conv", "conv2d", _conv_cases, _conv_factor),
+    "conv2d": OpEntry(
+        "opsnn_jax.ops.conv", "conv2d", "conv", _conv_cases, _conv_factor
+    ),
     "flash_attention": OpEntry(
-        "opsnn_jax.ops.attention", "flash_attention", _attention_cases
+        "opsnn_jax.ops.attention",
+        "flash_attention",
+        "flash_attention",
+        _attention_cases,
     ),
 }

@@ -5,7 +5,6 @@ Each check takes `(op, reference, args, how)`, with `options`, `factor` and `see
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,24 +44,22 @@ def _functions(op, reference, args, how):
     )
 
 
-def _vjp(f: Callable, dy: Any) -> Callable:
-    return lambda *leaves: jax.vjp(f, *leaves)[1](dy)
+def _cotangent(f, leaves):
+    """A cotangent in numpy, which follows whatever precision runs. Not of ones: many an
+    op, such as a softmax, has no gradient along those."""
 
-
-def _ones(f, leaves):
-    """A cotangent of ones, held as numpy so that it follows whatever precision runs."""
-
-    def one(y):
+    def make(y):
         if is_float(y):
-            return np.ones(y.shape, y.dtype)
+            size = int(np.prod(y.shape))
+            return np.cos(np.arange(size)).reshape(y.shape).astype(y.dtype)
         return np.zeros(y.shape, jax.dtypes.float0)
 
-    return jax.tree.map(one, jax.eval_shape(f, *leaves))
+    return jax.tree.map(make, jax.eval_shape(f, *leaves))
 
 
 def _grad(f: Callable) -> Callable:
-    """The vjp of `f` for a cotangent of ones, in whatever dtype it is run."""
-    return lambda *leaves: jax.vjp(f, *leaves)[1](_ones(f, leaves))
+    """The vjp of `f` for one cotangent, in whatever dtype it is run."""
+    return lambda *leaves: jax.vjp(f, *leaves)[1](_cotangent(f, leaves))
 
 
 def _eager(op, reference, args, how) -> Trouble:
