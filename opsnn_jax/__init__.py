@@ -1,1 +1,15 @@
-"""Differentiable neural-network kernels for JAX."""
+"""Differentiable neural-network kernels for JAX.
+
+The ops are here; `opsnn_jax.nn` has flax layers over them, `opsnn_jax.training` the
+mixed-precision training loop.
+"""
+
+from importlib.metadata import version
+
+from opsnn_jax.ops.conv import conv as conv
+from opsnn_jax.ops.conv import conv1d as conv1d
+from opsnn_jax.ops.conv import conv2d as conv2d
+from opsnn_jax.ops.conv import conv3d as conv3d
+from opsnn_jax.ops.lax_conv import conv_general_dilated as conv_general_dilated
+
+__version__ = version("opsnn-jax")

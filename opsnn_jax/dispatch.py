@@ -292,7 +292,7 @@ for _platform in PLATFORMS:
 
 
 def _batch(arrays, axes, *, run):
-    # An axis that is not mapped is None in vmap's public form; JAX passes the same here.
+    # An axis that is not mapped is None, here as in the public form of vmap.
     outs = _platform_p.bind(*arrays, run=_Batched(run, tuple(axes)))
     return outs, [0] * len(outs)
 

@@ -1,0 +1,78 @@
+"""What is static about a convolution, in one hashable value.
+
+Layout: x is (N, *spatial, C), w is (*kernel, C / groups, O), y is (N, *out, O).
+The operation is the cross-correlation of deep learning: the filter is not flipped.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """Shapes, dtype and options of one convolution. Padding is resolved to pairs.
+
+    One entry of `strides`, `padding` and `dilation` for each spatial dimension; a
+    padding pair is (low, high), negative to crop.
+    """
+
+    x_shape: tuple[int, ...]
+    w_shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+    precision: jax.lax.PrecisionLike = None
+
+    @property
+    def rank(self) -> int:
+        """The number of spatial dimensions."""
+        return len(self.strides)
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        return self.x_shape[1:-1]
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return self.w_shape[:-2]
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """How many inputs a dilated filter spans."""
+        return tuple(
+            (k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True)
+        )
+
+    @property
+    def out_spatial(self) -> tuple[int, ...]:
+        return tuple(
+            max(0, (size + lo + hi - extent) // stride + 1)
+            for size, (lo, hi), extent, stride in zip(
+                self.spatial, self.padding, self.extent, self.strides, strict=True
+            )
+        )
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        return (self.x_shape[0], *self.out_spatial, self.w_shape[-1])
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of the direct form, for one pass."""
+        return math.prod(self.y_shape) * math.prod(self.w_shape[:-1])
+
+    @property
+    def accumulate_dtype(self):
+        """float32, or float64 where the data is."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+
+def empty_sum(spec: ConvSpec, b: jax.Array | None) -> jax.Array:
+    """y where there is nothing to sum over: the bias, or zeros."""
+    y = jnp.zeros(spec.y_shape, spec.dtype)
+    return y if b is None else y + b[(None,) * (y.ndim - 1)]

@@ -1,0 +1,243 @@
+"""Winograd convolution as plain XLA operations, stride 1, 3 x 3 filters.
+
+Forward, input gradient and weight gradient are three readings of one trilinear form,
+with U = G w, V = BT x and Z = A dy (transforms applied along every spatial axis):
+
+    y  = AT [sum_C V U]        dx = the same with dy and the rotated filter
+    dw = GT [sum_tiles V Z]
+
+All three have the rounding error that `Transform.kappa` predicts. Everything is done in
+fp32 (fp64 for fp64 data) and rounded once, at the end: half-precision inputs are exact
+in fp32, and the processors this is meant for multiply fp32 at least as fast.
+
+The image is worked through in blocks of tile rows, so that a transformed block, n^2/m^2
+times the size of its input, stays in cache.
+
+Non-finite inputs: a tile that holds an inf gives NaN where the direct form gives inf.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..conv.spec import ConvSpec, empty_sum
+from .transforms import Transform, transform
+
+# Outputs per tile and axis. F(4, 3) does a quarter of the direct form's products in
+# 2-D; F(6, 3) would do a fifth, with four times the rounding error.
+_M = 4
+
+# Bytes of a transformed block. A second-level cache holds 512 KiB to 2 MiB a core.
+_BLOCK_BYTES = 1 << 20
+
+
+def refuses(spec: ConvSpec) -> str | None:
+    """Why `spec` cannot be done, or None."""
+    if any(s != 1 for s in spec.strides):
+        return f"takes no strides, got {spec.strides}"
+    if any(d != 1 for d in spec.dilation):
+        return f"takes no dilation, got {spec.dilation}"
+    if spec.groups != 1:
+        return f"takes no groups, got {spec.groups}"
+    if any(k != 3 for k in spec.kernel):
+        return f"takes 3-tap kernels only, got {spec.kernel}"
+    if spec.rank != 2:
+        return f"takes two spatial dimensions only, got {spec.rank}"
+    return None
+
+
+def forward(
+    spec: ConvSpec, x: jax.Array, w: jax.Array, b: jax.Array | None = None
+) -> jax.Array:
+    """y = conv(x, w) + b by F(4, 3)."""
+    if 0 in spec.y_shape or 0 in spec.w_shape:
+        return empty_sum(spec, b)
+    pads = [lo for lo, _ in spec.padding]
+    return _correlate(spec, x, w, b, pads, spec.out_spatial)
+
+
+def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
+    """dx, by the same algorithm on dy with the rotated filter."""
+    if 0 in spec.x_shape or 0 in spec.y_shape or 0 in spec.w_shape:
+        return jnp.zeros(spec.x_shape, spec.dtype)
+    rotated = jnp.swapaxes(lax.rev(w, tuple(range(spec.rank))), -1, -2)
+    pads = [k - 1 - lo for k, (lo, _) in zip(spec.kernel, spec.padding, strict=True)]
+    return _correlate(spec, dy, rotated, None, pads, spec.spatial)
+
+
+def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
+    """dw = GT [sum over tiles of (BT x)^T (A dy)]."""
+    if 0 in spec.x_shape or 0 in spec.y_shape or 0 in spec.w_shape:
+        return jnp.zeros(spec.w_shape, spec.dtype)
+    ts = _transforms(spec)
+    tiles = _tiles(spec.out_spatial, ts)
+    x = _pad_to_tiles(x, ts, [lo for lo, _ in spec.padding], tiles)
+    dy = _pad_to_tiles(dy, ts, [0] * spec.rank, tiles, halo=False)
+    blocks, rows = _blocks(spec, x, dy.shape[-1], tiles, ts)
+
+    def block(i):
+        xb, dyb = _rows(x, ts[0], i, rows), _rows(dy, ts[0], i, rows, halo=False)
+        v = _input_transform(spec, xb, ts)  # (*n, N, *tiles, C)
+        z = _expand(spec, dyb, ts)  # (*n, N, *tiles, O)
+        return _product(spec, v, z, contract_tiles=True)
+
+    if blocks == 1:
+        du = block(0)
+    else:
+        first = block(0)
+        du, _ = lax.scan(
+            lambda acc, i: (acc + block(i), None), first, jnp.arange(1, blocks)
+        )
+    dw = du.reshape(*(t.n for t in ts), *spec.w_shape[-2:])
+    for axis, t in enumerate(ts):
+        dw = _apply(t.array("g", spec.accumulate_dtype).T, _unstack(dw, axis), axis)
+    return dw.astype(spec.dtype)
+
+
+def _correlate(spec, x, w, b, pads, out_spatial):
+    """x (N, *S, C), padded at the low end by `pads`, correlated with w (*r, C, O)."""
+    ts = _transforms(spec)
+    u = w.astype(spec.accumulate_dtype)
+    for axis, t in enumerate(ts):
+        u = _apply(t.array("g", u.dtype), _unstack(u, axis), axis)
+    u = u.reshape(-1, *w.shape[-2:])  # (n^rank, C, O)
+
+    tiles = _tiles(out_spatial, ts)
+    x = _pad_to_tiles(x, ts, pads, tiles)
+    blocks, rows = _blocks(spec, x, w.shape[-1], tiles, ts)
+
+    def block(i):
+        v = _input_transform(spec, _rows(x, ts[0], i, rows), ts)
+        products = _product(spec, v, u).reshape(*v.shape[:-1], w.shape[-1])
+        y = _output_transform(products, ts)
+        if b is not None:
+            y = y + b.astype(y.dtype)[(None,) * (y.ndim - 1)]
+        return y.astype(spec.dtype)
+
+    if blocks == 1:
+        y = block(0)
+    else:
+        y = lax.map(block, jnp.arange(blocks))  # (blocks, N, m * rows, *S, O)
+        y = jnp.moveaxis(y, 0, 1)
+        y = y.reshape(y.shape[0], -1, *y.shape[3:])
+    return y[:, *(slice(0, size) for size in out_spatial)]
+
+
+def _transforms(spec: ConvSpec) -> list[Transform]:
+    return [transform(_M, r) for r in spec.kernel]
+
+
+def _tiles(out_spatial, ts) -> list[int]:
+    """How many tiles cover the output, along each axis."""
+    return [-(-out // t.m) for out, t in zip(out_spatial, ts, strict=True)]
+
+
+def _pad_to_tiles(x, ts, pads, tiles, halo=True):
+    """Pads, or crops where negative, to m * tiles, and r - 1 more of halo."""
+    config = [(0, 0, 0)]
+    for size, lo, count, t in zip(x.shape[1:-1], pads, tiles, ts, strict=True):
+        need = t.m * count + (t.r - 1 if halo else 0)
+        config.append((lo, need - size - lo, 0))
+    return lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
+
+
+def _blocks(spec, x, other_channels, tiles, ts) -> tuple[int, int]:
+    """How many blocks of how many tile rows: (blocks, rows)."""
+    area = math.prod(count * t.n for count, t in zip(tiles[1:], ts[1:], strict=True))
+    channels = x.shape[-1] + other_channels
+    itemsize = jnp.dtype(spec.accumulate_dtype).itemsize
+    per_row = x.shape[0] * ts[0].n * area * channels * itemsize
+    want = max(1, _BLOCK_BYTES // per_row)
+    # A divisor, so that every block is whole.
+    rows = max(r for r in range(1, tiles[0] + 1) if tiles[0] % r == 0 and r <= want)
+    return tiles[0] // rows, rows
+
+
+def _rows(x, t, i, rows, halo=True):
+    """The input rows of block i."""
+    size = rows * t.m + (t.r - 1 if halo else 0)
+    if x.shape[1] == size:
+        return x
+    return lax.dynamic_slice_in_dim(x, i * rows * t.m, size, axis=1)
+
+
+def _input_transform(spec, x, ts):
+    """(N, *S, C) -> V (*n, N, *tiles, C)."""
+    x = x.astype(spec.accumulate_dtype)
+    for axis, t in enumerate(ts):
+        x = _apply(t.array("bt", x.dtype), _tile_elements(x, axis, ts), axis)
+    return x
+
+
+def _expand(spec, dy, ts):
+    """(N, m * tiles, O) -> Z = A dy (*n, N, *tiles, O)."""
+    dy = dy.astype(spec.accumulate_dtype)
+    for axis, t in enumerate(ts):
+        elements = _tile_elements(dy, axis, ts, halo=False)
+        dy = _apply(t.array("at", dy.dtype).T, elements, axis)
+    return dy
+
+
+def _output_transform(products, ts):
+    """AT along every axis, tiles put back together: (N, *(m * tiles), O)."""
+    for axis, t in reversed(list(enumerate(ts))):
+        at = t.array("at", products.dtype)
+        products = _apply(at, _unstack(products, axis), axis)
+        # (*n before, m, N, *tiles before, tiles, ...): move m beside its tiles, merge.
+        dim = axis + 1 + axis
+        products = jnp.moveaxis(products, axis, dim + 1)
+        shape = products.shape
+        merged = (*shape[:dim], shape[dim] * t.m, *shape[dim + 2 :])
+        products = products.reshape(merged)
+    return products
+
+
+def _tile_elements(x, axis, ts, halo=True):
+    """The elements 0 .. n - 1 (or m - 1) of every tile along one spatial axis.
+
+    x is (*done, N, *spatial, C) with `axis` transformed axes in front.
+    """
+    t = ts[axis]
+    dim = axis + 1 + axis
+    count = (x.shape[dim] - (t.r - 1 if halo else 0)) // t.m
+    return [
+        lax.slice_in_dim(x, i, i + t.m * (count - 1) + 1, t.m, axis=dim)
+        for i in range(t.n if halo else t.m)
+    ]
+
+
+def _unstack(x, axis):
+    return [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
+
+
+def _apply(matrix, elements, axis):
+    """Rows of `matrix` as sums of `elements`, stacked at `axis`. Zeros cost nothing."""
+    return jnp.stack(
+        [
+            sum(
+                float(c) * e if c != 1 else e
+                for c, e in zip(row, elements, strict=True)
+                if c != 0
+            )
+            for row in matrix
+        ],
+        axis=axis,
+    )
+
+
+def _product(spec, a, b, contract_tiles=False):
+    """The products of all frequencies as one batched matmul, accumulated in fp32."""
+    freq = math.prod(a.shape[: spec.rank])
+    a = a.reshape(freq, -1, a.shape[-1])
+    if contract_tiles:
+        b = b.reshape(freq, -1, b.shape[-1])
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1,)) if contract_tiles else ((2,), (1,)), ((0,), (0,))),
+        # The accuracy of F(m, r) rests on unrounded multiplicands.
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=spec.accumulate_dtype,
+    )

@@ -1,0 +1,369 @@
+"""Convolution: y[n, i, o] = b[o] + sum_{k, c} x[n, s i + d k - lo, c] w[k, c, o].
+
+Gradients, with dy the cotangent of y:
+
+    dx[n, j, c] = sum_{i, k: s i + d k - lo = j, o}  dy[n, i, o] w[k, c, o]
+    dw[k, c, o] = sum_{n, i}  x[n, s i + d k - lo, c] dy[n, i, o]
+    db[o]       = sum_{n, i}  dy[n, i, o]
+
+Saved for backward: x and w. Channels are last: x (N, *S, C), w (*K, C / groups, O).
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from opsnn_jax.dispatch import Implementation, Requested, Table, align_varying
+from opsnn_jax.kernels.conv import direct
+from opsnn_jax.kernels.conv.spec import ConvSpec
+from opsnn_jax.kernels.winograd import tpu as winograd_tpu
+from opsnn_jax.kernels.winograd import xla as winograd
+
+Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
+
+
+def conv(
+    x: Float[Array, "N *S C"],
+    w: Float[Array, "*K Cg O"],
+    b: Float[Array, "O"] | None = None,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    precision: lax.PrecisionLike = None,
+    implementation: Requested = None,
+) -> Float[Array, "N *T O"]:
+    """Convolves in one, two or three spatial dimensions, whichever x has.
+
+    Args:
+      x: `(N, *S, C)`, float16, bfloat16, float32, or, under jax_enable_x64, float64.
+      w: `(*K, C / groups, O)`, of x's dtype.
+      b: `(O,)` of x's dtype, added before the result is rounded.
+      strides: one positive int for all dimensions, or one for each.
+      padding: "SAME", "VALID", "CAUSAL" (one dimension only), an int for both ends of
+        all dimensions, or for each dimension an int or a (low, high) pair. A negative
+        number crops.
+      dilation: of the filter; as `strides`.
+      groups: divides C and O; each group of O / groups outputs sees C / groups inputs.
+      precision: of fp32 products on hardware that has several, as in `jax.lax`.
+      implementation: None chooses for each platform; "direct" is XLA's convolution;
+        "winograd" is F(4, 3) in plain XLA; "pallas_tpu" is F(4, 3) as a Pallas kernel;
+        "reference" is `lax.conv_general_dilated` without a derivative rule of ours.
+        A sequence is an order of preference.
+
+    Returns:
+      `(N, *T, O)` of x's dtype, T as in `lax.conv_general_dilated`.
+
+    Raises:
+      ValueError: for shapes or options that do not fit together, or an unknown name.
+      TypeError: for anything but floating-point arrays of one dtype.
+      NotImplementedError: if a named implementation cannot do this call.
+
+    Precision: products are summed in fp32 (fp64 for fp64) and rounded once. Winograd's
+      rms error is about `Transform.kappa`^2 = 4.8 times that of the direct form.
+    Deterministic: yes.
+    References: Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks",
+      2015, for "winograd".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x, w = jnp.ones((1, 5, 5, 2)), jnp.ones((3, 3, 2, 4))
+      >>> y = conv(x, w, padding="VALID")
+      >>> y.shape, float(y[0, 0, 0, 0])
+      ((1, 3, 3, 4), 18.0)
+    """
+    return _conv_of_rank(
+        "conv", None, x, w, b, strides, padding, dilation, groups, precision,
+        implementation,
+    )  # fmt: skip
+
+
+def _named(name: str, rank: int, x_shape: str, w_shape: str):
+    """`conv` for one rank, under its usual name."""
+
+    @functools.wraps(conv)
+    def op(
+        x, w, b=None, *, strides=1, padding="SAME", dilation=1, groups=1,
+        precision=None, implementation=None,
+    ):  # fmt: skip
+        return _conv_of_rank(
+            name, rank, x, w, b, strides, padding, dilation, groups, precision,
+            implementation,
+        )  # fmt: skip
+
+    op.__name__ = op.__qualname__ = name
+    op.__doc__ = (
+        f"`conv` for x `{x_shape}` and w `{w_shape}`; everything else as there."
+    )
+    return op
+
+
+conv1d = _named("conv1d", 1, "(N, L, C)", "(k, C / groups, O)")
+conv2d = _named("conv2d", 2, "(N, H, W, C)", "(kh, kw, C / groups, O)")
+conv3d = _named("conv3d", 3, "(N, D, H, W, C)", "(kd, kh, kw, C / groups, O)")
+
+
+def _conv_of_rank(
+    op, rank, x, w, b, strides, padding, dilation, groups, precision, implementation
+):
+    _TABLE.check(implementation)
+    spec = _validate(op, rank, x, w, b, strides, padding, dilation, groups, precision)
+    x, w, b = (None if a is None else jnp.asarray(a) for a in (x, w, b))
+    if implementation == "reference":
+        return _reference(spec, x, w, b)
+    x, w, b = align_varying(x, w, b)
+    return _conv(_TABLE.choose(implementation, spec), x, w, b)
+
+
+# Validation: everything a caller can get wrong is found here, once.
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_RANKS = (1, 2, 3)
+
+
+def _validate(op, rank, x, w, b, strides, padding, dilation, groups, precision):
+    for name, a in (("x", x), ("w", w), ("b", b)):
+        if not (name == "b" and a is None):
+            _check_array(op, name, a)
+    if rank is None:
+        rank = x.ndim - 2
+        if rank not in _RANKS:
+            raise ValueError(
+                f"{op}: x must have shape (N, *S, C) with one to three spatial "
+                f"dimensions; got {x.shape}. Add a batch dimension with x[None]."
+            )
+    if x.ndim != rank + 2:
+        raise ValueError(
+            f"{op}: x must have {rank + 2} dimensions, (N, {_spatial(rank)}, C); got "
+            f"shape {x.shape}. Add a batch dimension with x[None]."
+        )
+    if w.ndim != rank + 2:
+        raise ValueError(
+            f"{op}: w must have {rank + 2} dimensions, (kernel of {rank}, C / groups, "
+            f"O); got shape {w.shape} with x {x.shape}."
+        )
+    for name, a in (("w", w), ("b", b)):
+        if a is not None and a.dtype != x.dtype:
+            raise TypeError(
+                f"{op}: {name} must have the dtype of x, {x.dtype}; got {a.dtype}. "
+                f"Cast it with {name}.astype(x.dtype)."
+            )
+    groups = _int(op, "groups", groups)
+    channels, outputs = x.shape[-1], w.shape[-1]
+    if groups < 1 or channels % groups or outputs % groups:
+        raise ValueError(
+            f"{op}: groups must be at least 1 and divide C = {channels} and "
+            f"O = {outputs}; got {groups}."
+        )
+    if w.shape[-2] * groups != channels:
+        wanted = (*w.shape[:-2], channels // groups, "O")
+        raise ValueError(
+            f"{op}: w must have shape (*kernel, C / groups, O) = "
+            f"({', '.join(map(str, wanted))}); got {w.shape} with x {x.shape}, "
+            f"groups={groups}."
+        )
+    if 0 in w.shape[:-2]:
+        raise ValueError(f"{op}: the kernel must not be empty; got w {w.shape}.")
+    if b is not None and b.shape != (outputs,):
+        raise ValueError(f"{op}: b must have shape (O,) = ({outputs},); got {b.shape}.")
+
+    strides = _per_dimension(op, "strides", strides, rank)
+    dilation = _per_dimension(op, "dilation", dilation, rank)
+    spec = ConvSpec(
+        x.shape, w.shape, jnp.dtype(x.dtype).name, strides, ((0, 0),) * rank, dilation,
+        groups, lax.Precision(precision) if isinstance(precision, str) else precision,
+    )  # fmt: skip
+    spec = dataclasses.replace(spec, padding=_pairs(op, padding, spec))
+    for size, pads in zip(spec.spatial, spec.padding, strict=True):
+        if size + sum(pads) < 0:
+            raise ValueError(
+                f"{op}: padding must not crop more than there is; got {pads} for a "
+                f"dimension of size {size}."
+            )
+    return spec
+
+
+def _check_array(op, name, a):
+    if not hasattr(a, "dtype") or not hasattr(a, "shape"):
+        raise TypeError(
+            f"{op}: {name} must be an array; got {type(a).__name__}. "
+            "Pass a jax or numpy array."
+        )
+    if a.dtype not in _DTYPES:
+        raise TypeError(
+            f"{op}: {name} must have dtype {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}; "
+            f"got {a.dtype}. Cast it with {name}.astype(jnp.float32)."
+        )
+    if a.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise TypeError(
+            f"{op}: {name} is float64 but jax_enable_x64 is off, so JAX would round it "
+            "to float32. Cast it to float32, or enable x64."
+        )
+
+
+def _int(op, name, value) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{op}: {name} must be an int that is known while tracing; "
+            f"got {type(value).__name__}."
+        ) from None
+
+
+def _per_dimension(op, name, value, rank) -> tuple[int, ...]:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        values = tuple(_int(op, name, v) for v in value)
+    else:
+        values = (_int(op, name, value),) * rank
+    if len(values) != rank or min(values) < 1:
+        raise ValueError(
+            f"{op}: {name} must be a positive int, or {rank} of them; got {value!r}."
+        )
+    return values
+
+
+def _pairs(op, padding, spec) -> tuple[tuple[int, int], ...]:
+    """The (low, high) padding of each spatial dimension."""
+    if isinstance(padding, str):
+        kind = padding.upper()
+        if kind == "CAUSAL" and spec.rank == 1:
+            return ((spec.extent[0] - 1, 0),)
+        if kind not in ("SAME", "VALID"):
+            causal = ', "CAUSAL"' if spec.rank == 1 else ""
+            raise ValueError(
+                f'{op}: padding must be "SAME", "VALID"{causal}, an int, or an int or '
+                f"(low, high) pair for each dimension; got {padding!r}."
+            )
+        return tuple(lax.padtype_to_pads(spec.spatial, spec.extent, spec.strides, kind))
+    if not isinstance(padding, Sequence):
+        return ((_int(op, "padding", padding),) * 2,) * spec.rank
+    if len(padding) != spec.rank:
+        raise ValueError(
+            f"{op}: padding must have one entry for each of the {spec.rank} spatial "
+            f"dimensions; got {len(padding)} in {padding!r}."
+        )
+    pairs = []
+    for entry in padding:
+        pair = tuple(entry) if isinstance(entry, Sequence) else (entry, entry)
+        if len(pair) != 2:
+            raise ValueError(
+                f"{op}: each padding entry must be an int or a (low, high) pair; "
+                f"got {entry!r} in {padding!r}."
+            )
+        pairs.append(tuple(_int(op, "padding", p) for p in pair))
+    return tuple(pairs)
+
+
+def _spatial(rank: int) -> str:
+    return ", ".join("DHW"[-rank:]) if rank > 1 else "L"
+
+
+# The implementations and which is tried first.
+
+_DIRECT = Implementation(
+    "direct",
+    {
+        "fwd": direct.forward,
+        "dx": direct.input_gradient,
+        "dw": direct.weight_gradient,
+    },
+)
+_WINOGRAD = Implementation(
+    "winograd",
+    {
+        "fwd": winograd.forward,
+        "dx": winograd.input_gradient,
+        "dw": winograd.weight_gradient,
+    },
+    refuses=winograd.refuses,
+)
+_WINOGRAD_TPU = Implementation(
+    "pallas_tpu",
+    {
+        "fwd": winograd_tpu.forward,
+        "dx": winograd_tpu.input_gradient,
+        "dw": winograd_tpu.weight_gradient,
+    },
+    platforms=("tpu",),
+    refuses=winograd_tpu.refuses,
+    pallas=True,
+)
+
+
+def _order(name: str, platform: str, spec: ConvSpec) -> tuple[str, ...]:
+    """What to try, best first, from the measurements of benchmarks/conv.py."""
+    if platform == "cpu" and spec.rank == 2 and _winograd_pays(name, spec):
+        return ("winograd", "direct")
+    return ("direct",)
+
+
+def _winograd_pays(name: str, spec: ConvSpec) -> bool:
+    # Few channels: the transforms cost more than the products they save. Few tiles: the
+    # transformed filter, 4 times the filter, is read for too few products.
+    tiles = spec.x_shape[0] * math.prod(-(-s // 4) for s in spec.out_spatial)
+    fewest = 32 if name == "dw" else 64
+    return min(spec.w_shape[-2:]) >= fewest and tiles >= 96
+
+
+_TABLE = Table("conv", (_DIRECT, _WINOGRAD, _WINOGRAD_TPU), _order, plain=_DIRECT)
+
+
+# The derivative rule.
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    b: jax.Array | None  # for its dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _conv(choice, x, w, b):
+    return choice["fwd"](x, w) if b is None else choice["fwd"](x, w, b)
+
+
+def _conv_fwd(choice, x, w, b):
+    return _conv(choice, x, w, b), _Residuals(x, w, b)
+
+
+def _conv_bwd(choice, residuals, dy):
+    x, w, b = residuals
+    dx = choice["dx"](w, dy)
+    dw = choice["dw"](x, dy)
+    db = None
+    if b is not None:
+        axes = tuple(range(dy.ndim - 1))
+        wide = jnp.promote_types(dy.dtype, jnp.float32)
+        db = jnp.sum(dy, axes, dtype=wide).astype(b.dtype)
+    return dx, dw, db
+
+
+_conv.defvjp(_conv_fwd, _conv_bwd)
+
+
+def _reference(spec: ConvSpec, x, w, b):
+    """The definition: JAX's own convolution and its own derivatives."""
+    s = "DHW"[-spec.rank :]
+    y = lax.conv_general_dilated(
+        x,
+        w,
+        spec.strides,
+        spec.padding,
+        rhs_dilation=spec.dilation,
+        dimension_numbers=(f"N{s}C", f"{s}IO", f"N{s}C"),
+        feature_group_count=spec.groups,
+        precision=spec.precision,
+    )
+    return y if b is None else y + b[(None,) * (y.ndim - 1)]
