@@ -1,9 +1,10 @@
 """How far one array is from the truth, and how that compares with another array.
 
-The relative error of an element is |a - t| / max(|t|, m/8), m the median of |t|. Far
+The relative error of an element is |a - t| / max(|t|, m), m the median of |t|. Far
 below the median a plain relative error is mostly luck: the truth is small there because
 terms cancelled, and the ratio of two such errors has no finite mean. The standard
-repeats such cases a thousand times; the bound makes one run enough.
+repeats such cases a thousand times; the bound makes one run enough. What is wrong in
+small values alone is found by counting them.
 """
 
 import math
@@ -138,7 +139,7 @@ def _errors(a, truth, law: DtypeRule, factor, unit) -> Errors:
     error, size = np.abs(a - truth), np.abs(truth)
     nonzero = size[size > 0]
     median = float(np.median(nonzero)) if nonzero.size else 1.0
-    relative = error / np.maximum(size, median / 8)
+    relative = error / np.maximum(size, median)
     scale = math.sqrt(float(np.mean(size**2))) or 1.0
     # A small value left over from terms of median size has their rounding.
     small = size < law.small_size

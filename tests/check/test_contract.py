@@ -14,6 +14,29 @@ QUICK = OpCase("quick", qkv, transforms=False)
 HOW = {"options": {}, "factor": 1.0, "seed": 0}
 
 
+@jax.custom_vjp
+def gate(x, w):
+    """x * sigmoid(w)."""
+    return x * jax.nn.sigmoid(w)
+
+
+def _gate_backward(residuals, dy):
+    x, w = residuals
+    s = jax.nn.sigmoid(w)
+    return dy * s, dy * x * s * (1 - s)
+
+
+gate.defvjp(lambda x, w: (gate(x, w), (x, w)), _gate_backward)
+
+
+def gate_reference(x, w):
+    return x * jax.nn.sigmoid(w)
+
+
+def gate_args(key, dtype, shape=(3, 5)):
+    return tuple(jax.random.normal(key, (2, *shape)).astype(dtype))
+
+
 def double(x):
     return x * 2
 
@@ -31,7 +54,8 @@ def _check(op, **how):
 
 
 def test_right_op_keeps_the_contract():
-    report = _check(attention, cases=[OpCase("plain", qkv)])
+    case = OpCase("plain", gate_args)
+    report = check_op(gate, reference=gate_reference, cases=[case])
     report.raise_if_failed()
     (row,) = report.rows
     assert row.transforms == (len(TRANSFORMS), len(TRANSFORMS))
@@ -40,13 +64,14 @@ def test_right_op_keeps_the_contract():
 
 def test_odd_sizes_and_dtypes():
     cases = [
-        OpCase(f"T={n}", functools.partial(qkv, length=n), transforms=False)
-        for n in (1, 13)
+        OpCase(str(n), functools.partial(gate_args, shape=(n,)), transforms=False)
+        for n in (0, 1, 13)
     ]
-    report = _check(attention, cases=cases, dtypes=("bfloat16", "float16"))
+    dtypes = ("bfloat16", "float16")
+    report = check_op(gate, reference=gate_reference, cases=cases, dtypes=dtypes)
     report.raise_if_failed()
     assert [(row.dtype, row.case) for row in report.rows] == [
-        (dtype, case.name) for dtype in ("bfloat16", "float16") for case in cases
+        (dtype, case.name) for dtype in dtypes for case in cases
     ]
 
 
@@ -99,10 +124,17 @@ def test_changed_carry_is_found_by_scan(key):
 
 
 def test_second_order_fault_is_found_by_grad_of_grad(key):
-    op = functools.partial(attention, implementation="second order")
-    args = qkv(key, jnp.float32)
-    assert TRANSFORMS["grad of grad"](op, attention_reference, args, HOW)
-    assert not TRANSFORMS["remat"](op, attention_reference, args, HOW)
+    @jax.custom_vjp
+    def op(x, w):
+        return gate_reference(x, w)
+
+    def backward(residuals, dy):
+        return _gate_backward(jax.lax.stop_gradient(residuals), dy)
+
+    op.defvjp(lambda x, w: (op(x, w), (x, w)), backward)
+    args = gate_args(key, jnp.float32)
+    assert TRANSFORMS["grad of grad"](op, gate_reference, args, HOW)
+    assert not TRANSFORMS["remat"](op, gate_reference, args, HOW)
 
 
 def test_op_that_cannot_be_traced_is_found():

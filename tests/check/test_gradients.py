@@ -17,7 +17,7 @@ def _of(report, argument):
     return [row for row in report.rows if row.argument == argument]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_right_op_passes_in_first_and_second_order(seed):
     args = qkv(jax.random.key(seed), jnp.float32)
     report = check(attention, *args, order=2, seed=seed)
