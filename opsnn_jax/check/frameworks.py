@@ -154,8 +154,13 @@ def _in_jax(op, case, data, seed) -> dict[str, np.ndarray]:
         rest = [everything[k] for k in case.shapes if k not in named]
         return op(*rest, **named, **case.options)
 
-    out, pull = jax.vjp(call, moving)
-    (gradients,) = pull(jnp.asarray(_cotangent(seed, out.shape), out.dtype))
+    @jax.jit
+    def run(arrays):
+        out, pull = jax.vjp(call, arrays)
+        (gradients,) = pull(jnp.asarray(_cotangent(seed, out.shape), out.dtype))
+        return out, gradients
+
+    out, gradients = run(moving)
     found = {"out": out} | {f"d {key}": gradients[key] for key in moving}
     return {key: np.asarray(value) for key, value in found.items()}
 

@@ -98,6 +98,15 @@ def test_cotangent_dtype_is_found(key):
     assert failed == {"d q": ("is float32[7, 4], expected bfloat16[7, 4]",)}
 
 
+def test_wrong_baseline_does_not_excuse_the_same_mistake():
+    def wrong(x, w):
+        return matmul(x, w) + 1
+
+    result = compare(wrong, wrong, *_operands(0, "float32"), truth=matmul)
+    assert not result.ok
+    assert "the baseline is itself wrong" in result.rows[0].failures[0]
+
+
 def test_one_wrong_element_is_found():
     def op(x, w):
         return matmul(x, w).at[3, 5].add(1e-4)
