@@ -1,0 +1,89 @@
+"""The arguments of an op under test: which leaves are differentiable, their names.
+
+Arguments may be pytrees. A leaf that holds real floating-point numbers is
+differentiable; integers, booleans, random keys and Python values pass as they are.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray))
+
+
+def is_float(array: Any) -> bool:
+    """True for anything whose dtype is a real floating-point one."""
+    return jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """True for an array of real floating-point numbers."""
+    return is_array(leaf) and is_float(leaf)
+
+
+class Arguments:
+    """Positional arguments of one call, split into differentiable leaves and the rest.
+
+    Attributes:
+      leaves: the differentiable arrays, in the order of the flattened arguments.
+      names: their names, such as `x` or `params['w']`.
+    """
+
+    def __init__(self, op: Callable, args: Sequence[Any]):
+        paths, self._tree = jax.tree.flatten_with_path(tuple(args))
+        self._all = [leaf for _, leaf in paths]
+        self._where = [i for i, leaf in enumerate(self._all) if is_differentiable(leaf)]
+        parameters = _parameter_names(op, len(args))
+        self.names = [_name(paths[i][0], parameters) for i in self._where]
+        self.leaves = [self._all[i] for i in self._where]
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple:
+        """The arguments, with `leaves` in place of the differentiable ones."""
+        everything = list(self._all)
+        for i, leaf in zip(self._where, leaves, strict=True):
+            everything[i] = leaf
+        return jax.tree.unflatten(self._tree, everything)
+
+    def function(self, op: Callable, options: Mapping[str, Any]) -> Callable:
+        """`op` as a function of the differentiable leaves alone."""
+        return lambda *leaves: op(*self.rebuild(leaves), **options)
+
+
+def op_name(op: Callable) -> str:
+    """A short name of a function for tables and file names."""
+    while hasattr(op, "func"):
+        op = op.func
+    return getattr(op, "__name__", type(op).__name__).strip("<>")
+
+
+def random_like(rng: np.random.Generator, leaf: Any) -> np.ndarray:
+    """Standard normal numbers in the shape and dtype of an array, else symbolic zeros.
+
+    An output of integers has the cotangent dtype float0, of which there is one value.
+    """
+    if is_float(leaf):
+        return rng.standard_normal(leaf.shape).astype(leaf.dtype)
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _parameter_names(op, count):
+    try:
+        parameters = inspect.signature(op).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    names = [p.name for p in parameters if p.kind in kinds][:count]
+    return names + [f"args[{i}]" for i in range(len(names), count)]
+
+
+def _name(path, parameters):
+    return parameters[path[0].idx] + jax.tree_util.keystr(path[1:])

@@ -1,0 +1,67 @@
+"""`opsnn check`: the contract of every op, implementation and dtype, as a table."""
+
+import argparse
+import json
+import sys
+
+from .library import DTYPES, OPS, check_library_op
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `opsnn check` to a parser."""
+    parser.add_argument("op", nargs="?", help=f"one of {', '.join(OPS)}; default: all")
+    parser.add_argument(
+        "--implementation",
+        action="append",
+        help="run only this one; may be given again (default: all)",
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        help=f"one of {', '.join(DTYPES)}; may be given again (default: all)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `opsnn check`.
+
+    Returns:
+      The exit code: 0 if every op keeps its contract, 1 if one breaks it, 2 for an
+      argument that is not known.
+    """
+    dtypes = tuple(args.dtype or DTYPES)
+    unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
+    if unknown:
+        return _refuse(f"--dtype must be one of {', '.join(DTYPES)}; got {unknown[0]}.")
+    if args.implementation and args.op is None:
+        return _refuse("--implementation names one of an op's; name the op too.")
+    reports = []
+    for name in [args.op] if args.op else OPS:
+        try:
+            report = check_library_op(name, args.implementation, dtypes, args.seed)
+        except ValueError as error:
+            return _refuse(str(error))
+        reports.append(report)
+        if not args.json:
+            _show(report)
+    if args.json:
+        print(json.dumps([report.to_dict() for report in reports], indent=2))
+    return 0 if all(report.ok for report in reports) else 1
+
+
+def _show(report):
+    try:
+        from rich.console import Console
+    except ImportError:
+        print(report)
+        return
+    Console().print(report.table())
+    if report.details:
+        print(report.details)
+
+
+def _refuse(message: str) -> int:
+    print(f"opsnn check: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,317 @@
+"""Runs a flax model two ways and finds the first layer at which they part.
+
+The real calls are recorded, in the order in which they end, so branches, several inputs
+and repeated layers are compared as they are. A zero is added to the output of every
+layer; its gradient is the gradient at that layer.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import tables
+from .arguments import is_differentiable, random_like
+
+# How many roundings of its output one layer may add, by root mean square. A layer makes
+# one of its operands, of its result and of its sum, each of somewhat less than this.
+_ROUNDINGS = 16
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer, run both ways. Errors are root mean squares relative to way b.
+
+    Attributes:
+      layer: path of the module; `#2` is its second call.
+      output: error of its output.
+      gradient: error of the gradient of the loss in its output.
+      parameters: error of the gradient in its own parameters, None if it has none.
+      range_a, range_b: smallest and largest output.
+      allowed: what its output may differ by.
+      allowed_gradient: what its gradients may.
+    """
+
+    layer: str
+    dtypes: tuple[str, str]
+    output: float
+    gradient: float
+    parameters: float | None
+    range_a: tuple[float, float]
+    range_b: tuple[float, float]
+    allowed: float
+    allowed_gradient: float
+
+    @property
+    def departs(self) -> bool:
+        # Written so that NaN departs.
+        return not self.output <= self.allowed
+
+    @property
+    def gradient_departs(self) -> bool:
+        errors = (self.gradient, self.parameters or 0.0)
+        return not all(error <= self.allowed_gradient for error in errors)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The outcome of `layerwise`: a row for each call, in the order they ended."""
+
+    rows: tuple[LayerRow, ...]
+
+    @property
+    def first(self) -> str | None:
+        """The first layer whose output departs, None where all agree."""
+        return next((row.layer for row in self.rows if row.departs), None)
+
+    @property
+    def first_gradient(self) -> str | None:
+        """The first layer, counted backwards from the loss, whose gradient departs."""
+        backwards = reversed(self.rows)
+        return next((row.layer for row in backwards if row.gradient_departs), None)
+
+    @property
+    def ok(self) -> bool:
+        return self.first is None and self.first_gradient is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        verdict = {"first": self.first, "first_gradient": self.first_gradient}
+        return {"ok": self.ok} | verdict | asdict(self)
+
+    def table(self):
+        """A `rich` table of all layers."""
+        return tables.rich_table(*self._contents())
+
+    def __str__(self) -> str:
+        return tables.plain(*self._contents())
+
+    def _contents(self):
+        title = "All layers agree"
+        if not self.ok:
+            title = f"First to depart: output {self.first or 'none'}, "
+            title += f"gradient {self.first_gradient or 'none'}"
+        columns = ("layer", "dtypes", "output", "gradient", "parameters")
+        columns += ("range a", "range b", "")
+        cells = [
+            (
+                row.layer,
+                "/".join(row.dtypes),
+                tables.number(row.output),
+                tables.number(row.gradient),
+                "" if row.parameters is None else tables.number(row.parameters),
+                "{:.3g} {:.3g}".format(*row.range_a),
+                "{:.3g} {:.3g}".format(*row.range_b),
+                " ".join(
+                    text
+                    for text, wrong in (
+                        ("OUTPUT", row.departs),
+                        ("GRADIENT", row.gradient_departs),
+                    )
+                    if wrong
+                ),
+            )
+            for row in self.rows
+        ]
+        return title, columns, cells
+
+
+class Tape:
+    """Collects the outputs of layers, and adds the probes that their gradients need."""
+
+    def __init__(self, probes: Mapping[str, Any] | None = None):
+        self.outputs: dict[str, Any] = {}
+        self._probes = probes
+
+    def visit(self, layer: str, out: Any) -> Any:
+        """Records the output of one call; returns it with its probe added."""
+        name, calls = layer, 1
+        while name in self.outputs:
+            calls += 1
+            name = f"{layer}#{calls}"
+        if self._probes is not None:
+            out = jax.tree.map(jnp.add, out, self._probes[name])
+        self.outputs[name] = out
+        return out
+
+
+def layerwise(
+    model: Any,
+    params: Any,
+    x: Any,
+    *,
+    a: Any = None,
+    b: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> LayerReport:
+    """Compares two ways of running one model, layer by layer.
+
+    Args:
+      model: a `flax.linen` or `flax.nnx` module. Layers inside lifted transforms, such
+        as `nn.scan`, cannot be recorded.
+      params: the variables of a linen module, or its `params` alone; None for nnx.
+      x: the input, or a tuple of inputs.
+      a, b: the two ways. None leaves the model as it is; a dtype sets `dtype` in every
+        module that has it and casts the input, as does a policy with `compute_dtype`;
+        another string sets `implementation`; a mapping sets the fields that it names.
+      kwargs: keyword arguments of the call.
+      tolerance: allowed error of every output and gradient. None derives it from the
+        rounding of the coarser of the two outputs, growing as the root of the depth.
+      seed: of the cotangent at the output.
+
+    Returns:
+      A `LayerReport`. Its `first` is the first layer that departs.
+
+    Raises:
+      TypeError: if the model is no flax module.
+      ValueError: if the two ways call different layers.
+    """
+    if _is_linen(model):
+        from .layers_linen import Runner
+    elif _is_nnx(model):
+        from .layers_nnx import Runner
+    else:
+        raise TypeError(
+            "layerwise: model must be a flax.linen or flax.nnx module; "
+            f"got {type(model).__name__}."
+        )
+    inputs = x if isinstance(x, tuple) else (x,)
+    left, right = (
+        _run(Runner(model, params, kwargs or {}, _fields(way)), inputs, way, seed)
+        for way in (a, b)
+    )
+    if list(left.outputs) != list(right.outputs):
+        only = sorted(set(left.outputs) ^ set(right.outputs))
+        raise ValueError(
+            "layerwise: both ways must call the same layers; these differ: "
+            f"{', '.join(only) or 'their order'}."
+        )
+    depth = len(left.outputs)
+    units = [_unit(layer, left, right) for layer in left.outputs]
+    rows = []
+    for k, layer in enumerate(left.outputs, 1):
+        # A layer inherits the rounding of those before it, and in its gradient of all.
+        # Independent roundings add up as the root of their number.
+        allowed = _ROUNDINGS * max(units[:k]) * math.sqrt(k)
+        # A relu whose input is within rounding of 0 may flip, and of many, a share as
+        # large as the rounding does: that is an error of its square root.
+        flips = 2 * math.sqrt(max(units))
+        backwards = max(_ROUNDINGS * max(units) * math.sqrt(2 * depth), flips)
+        limits = (tolerance or allowed, tolerance or backwards)
+        rows.append(_row(layer, left, right, *limits))
+    return LayerReport(tuple(rows))
+
+
+@dataclass(frozen=True)
+class _Run:
+    outputs: Mapping[str, Any]
+    cotangents: Mapping[str, Any]
+    parameters: Mapping[str, Any]  # layer -> gradient of its own parameters
+
+
+def _run(runner, inputs, way, seed) -> _Run:
+    dtype = _fields(way).get("dtype")
+    if dtype is not None:
+        inputs = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf, dtype) if is_differentiable(leaf) else leaf,
+            inputs,
+        )
+
+    order: list[str] = []
+
+    def forward(params, probes):
+        tape = Tape(probes)
+        out = runner(params, inputs, tape)
+        # JAX returns a dict in the order of its keys, not that of the calls.
+        order[:] = tape.outputs
+        return out, tape.outputs
+
+    _, shapes = jax.eval_shape(lambda p: forward(p, None), runner.params)
+    probes = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    out, pull, outputs = jax.vjp(forward, runner.params, probes, has_aux=True)
+    rng = np.random.default_rng(seed)
+    gradient, cotangents = pull(jax.tree.map(lambda y: random_like(rng, y), out))
+    calls = {layer: outputs[layer] for layer in order}
+    return _Run(calls, cotangents, runner.by_layer(gradient))
+
+
+def _dtypes(layer, a: _Run, b: _Run) -> tuple[str, str]:
+    return tuple(str(jax.tree.leaves(r.outputs[layer])[0].dtype) for r in (a, b))
+
+
+def _unit(layer, a: _Run, b: _Run) -> float:
+    """The largest relative error of rounding to the coarser of the two dtypes."""
+    return max(float(jnp.finfo(dtype).eps) / 2 for dtype in _dtypes(layer, a, b))
+
+
+def _row(layer, a: _Run, b: _Run, allowed, allowed_gradient) -> LayerRow:
+    outs = _flat(a.outputs[layer]), _flat(b.outputs[layer])
+    own = layer.split("#")[0]
+    parameters = None
+    if own in a.parameters:
+        parameters = _error(_flat(a.parameters[own]), _flat(b.parameters[own]))
+    return LayerRow(
+        layer,
+        _dtypes(layer, a, b),
+        _error(*outs),
+        _error(_flat(a.cotangents[layer]), _flat(b.cotangents[layer])),
+        parameters,
+        _range(outs[0]),
+        _range(outs[1]),
+        allowed,
+        allowed_gradient,
+    )
+
+
+def _flat(tree) -> np.ndarray:
+    leaves = [np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate(leaves) if leaves else np.zeros(0)
+
+
+def _error(a, b) -> float:
+    scale = float(np.linalg.norm(b))
+    gap = float(np.linalg.norm(a - b))
+    if gap == 0:
+        return 0.0
+    return gap / scale if scale else math.inf
+
+
+def _range(values) -> tuple[float, float]:
+    return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+
+
+def _fields(way) -> dict[str, Any]:
+    """The module fields that a way of running sets."""
+    if way is None:
+        return {}
+    if isinstance(way, Mapping):
+        return dict(way)
+    if hasattr(way, "compute_dtype"):
+        return {"dtype": jnp.dtype(way.compute_dtype)}
+    try:
+        return {"dtype": jnp.dtype(way)}
+    except TypeError:
+        if isinstance(way, str):
+            return {"implementation": way}
+    raise TypeError(
+        "layerwise: a and b must be None, a dtype, a policy, the name of an "
+        f"implementation, or a mapping of module fields; got {type(way).__name__}."
+    )
+
+
+def _is_linen(model) -> bool:
+    from flax import linen
+
+    return isinstance(model, linen.Module)
+
+
+def _is_nnx(model) -> bool:
+    from flax import nnx
+
+    return isinstance(model, nnx.Module)

@@ -1,0 +1,101 @@
+"""`opsnn check`: its exit codes, its table and its JSON."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from opsnn_jax.check import OpCase, check_op, command, library
+
+
+def double(x, *, implementation=None):
+    return x * (3 if implementation == "wrong" else 2)
+
+
+CASE = OpCase("plain", lambda key, dtype: (jnp.ones(4, dtype),), transforms=False)
+
+
+@pytest.fixture(autouse=True)
+def one_small_op(monkeypatch):
+    """The library with an op in it that has a wrong implementation."""
+
+    class Entry:
+        factor = staticmethod(lambda name, dtype, case: 1.0)
+        cases = staticmethod(lambda: (CASE,))
+        load = staticmethod(lambda: double)
+        implementations = staticmethod(lambda: ("right", "wrong"))
+
+    monkeypatch.setattr(library, "OPS", {"double": Entry})
+    monkeypatch.setattr(command, "OPS", {"double": Entry})
+
+
+def _run(*words):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words))
+
+
+def test_exit_code_tells_whether_the_contract_is_kept(capsys):
+    assert _run("double", "--implementation", "right", "--dtype", "float32") == 0
+    assert "keeps the contract" in capsys.readouterr().out
+    assert _run("double", "--implementation", "wrong", "--dtype", "float32") == 1
+    assert "max error" in capsys.readouterr().out
+
+
+def test_json_holds_every_row(capsys):
+    assert _run("--json", "--dtype", "bfloat16", "--dtype", "float32") == 1
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["op"] == "double" and not report["ok"]
+    found = [(row["implementation"], row["dtype"]) for row in report["rows"]]
+    assert found == [
+        (name, dtype)
+        for name in ("(default)", "right", "wrong")
+        for dtype in ("bfloat16", "float32")
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (("triple",), "op must be one of double; got 'triple'"),
+        (("double", "--dtype", "int8"), "--dtype must be one of float32"),
+        (("double", "--implementation", "gpu"), "has the implementations right, wrong"),
+        (("--implementation", "right"), "name the op too"),
+    ],
+)
+def test_bad_arguments_give_exit_code_2(capsys, words, text):
+    assert _run(*words) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_import_is_light():
+    code = "import sys, opsnn_jax.check.command; print(sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    for heavy in ("hypothesis", "torch", "flax", "rich"):
+        assert f"'{heavy}'" not in done.stdout
+
+
+def test_winograd_bound_is_that_of_its_transform():
+    pytest.importorskip("opsnn_jax.kernels.winograd.transforms")
+    wide = library._conv_factor("winograd_xla", jnp.dtype("float32"), CASE)
+    half = library._conv_factor("winograd_xla", jnp.dtype("bfloat16"), CASE)
+    assert wide == pytest.approx(4.8, abs=0.1) and half == pytest.approx(1.67, abs=0.01)
+    assert library._conv_factor("xla", jnp.dtype("float32"), CASE) == 1
+
+
+@pytest.mark.parametrize("cases", [library._conv_cases, library._attention_cases])
+def test_cases_of_the_library_make_arrays(key, cases):
+    for case in cases():
+        for dtype in map(jnp.dtype, library.DTYPES):
+            assert all(x.dtype == dtype for x in case.make_args(key, dtype))
+
+
+def test_report_of_the_suite_is_what_is_printed(capsys):
+    report = check_op(double, reference=double, cases=[CASE])
+    command._show(report)
+    assert "double keeps the contract" in capsys.readouterr().out
