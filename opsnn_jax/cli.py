@@ -14,6 +14,11 @@ from importlib import metadata
 # name -> what it does, its module, the extra that brings what the module imports
 _COMMANDS = {
     "train": ("train a model", "opsnn_jax.training.command", "train"),
+    "check": (
+        "hold the ops against fp64 and finite differences",
+        "opsnn_jax.check.command",
+        "test",
+    ),
     "compile": (
         "compile for a TPU or GPU that is not there",
         "opsnn_jax.aot.command",
