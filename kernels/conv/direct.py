@@ -9,7 +9,8 @@ dilation d, extent e = (k - 1) d + 1 and outputs O spanning o = (O - 1) s + 1 in
          padding (lo,  o + e - 1 - S - lo)
 
 Both are verified against `jax.vjp` of the forward, strides that leave a remainder and
-negative padding included.
+negative padding included. XLA itself is never given negative padding: its float32
+convolution on a CPU reads out of bounds there (openxla/xla issue 48713).
 """
 
 import jax
@@ -18,6 +19,9 @@ from jax import lax
 
 from .spec import ConvSpec, empty_sum
 
+# In a lax.pad configuration: nothing at either end or between.
+_KEEP = (0, 0, 0)
+
 
 def forward(
     spec: ConvSpec, x: jax.Array, w: jax.Array, b: jax.Array | None = None
@@ -25,11 +29,12 @@ def forward(
     """y = conv(x, w) + b, summed in fp32 or wider, rounded once to the input dtype."""
     if 0 in spec.y_shape or 0 in w.shape:
         return empty_sum(spec, b)
+    x, padding = crop(x, spec.padding)
     y = lax.conv_general_dilated(
         x,
         w,
         window_strides=spec.strides,
-        padding=spec.padding,
+        padding=padding,
         rhs_dilation=spec.dilation,
         dimension_numbers=_layout(spec.rank),
         feature_group_count=spec.groups,
@@ -56,12 +61,17 @@ def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
             strict=True,
         )
     ]
+    strides = spec.strides
+    if min(map(min, padding)) < 0:
+        config = [(*pair, s - 1) for pair, s in zip(padding, strides, strict=True)]
+        dy = lax.pad(dy, jnp.zeros((), dy.dtype), [_KEEP, *config, _KEEP])
+        padding, strides = ((0, 0),) * spec.rank, (1,) * spec.rank
     dx = lax.conv_general_dilated(
         dy,
         transpose_filter(spec, w),
         window_strides=(1,) * spec.rank,
         padding=padding,
-        lhs_dilation=spec.strides,
+        lhs_dilation=strides,
         rhs_dilation=spec.dilation,
         dimension_numbers=_layout(spec.rank),
         feature_group_count=spec.groups,
@@ -86,6 +96,7 @@ def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
             strict=True,
         )
     ]
+    x, padding = crop(x, padding)
     s = "DHW"[-spec.rank :]
     dw = lax.conv_general_dilated(
         x,
@@ -100,6 +111,13 @@ def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
         preferred_element_type=spec.accumulate_dtype,
     )
     return dw.astype(spec.dtype)
+
+
+def crop(x: jax.Array, padding) -> tuple[jax.Array, list[tuple[int, int]]]:
+    """Crops x where `padding` is negative; returns it and the padding that is left."""
+    cut = [(min(lo, 0), min(hi, 0), 0) for lo, hi in padding]
+    left = [(max(lo, 0), max(hi, 0)) for lo, hi in padding]
+    return lax.pad(x, jnp.zeros((), x.dtype), [_KEEP, *cut, _KEEP]), left
 
 
 def transpose_filter(spec: ConvSpec, w: jax.Array) -> jax.Array:

@@ -362,11 +362,13 @@ _conv.defvjp(_conv_fwd, _conv_bwd)
 def _reference(spec: ConvSpec, x, w, b):
     """The definition: JAX's own convolution and its own derivatives."""
     s = "DHW"[-spec.rank :]
+    # Padded apart: then no derivative has negative padding, see kernels/conv/direct.py.
+    config = [(0, 0, 0), *((lo, hi, 0) for lo, hi in spec.padding), (0, 0, 0)]
     y = lax.conv_general_dilated(
-        x,
+        lax.pad(x, jnp.zeros((), x.dtype), config),
         w,
         spec.strides,
-        spec.padding,
+        "VALID",
         rhs_dilation=spec.dilation,
         dimension_numbers=(f"N{s}C", f"{s}IO", f"N{s}C"),
         feature_group_count=spec.groups,

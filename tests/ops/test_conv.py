@@ -358,6 +358,36 @@ def test_weight_gradient_is_summed_in_fp32(dtype):
     assert (np.asarray(dw, np.float32) == 16384).all()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "direct", "winograd"])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("padding", [((-3, 1), (-1, -1)), ((4, -1), (-3, 1))])
+def test_padding_of_both_signs(padding, k, implementation, key):
+    # XLA's float32 convolution on a CPU reads out of bounds here.
+    if implementation == "winograd" and k == 1:
+        pytest.skip("3-tap kernels only")
+    arrays = draw(key, (1, 15, 6, 8), (k, k, 8, 8), "float32", bias=False)
+
+    def f(x, w):
+        return conv2d(x, w, padding=padding, implementation=implementation)
+
+    dy = jax.random.normal(key, jax.eval_shape(f, *arrays).shape, jnp.float32)
+    got = jax.jit(functools.partial(value_and_vjp, f))(arrays, dy)
+    x, w, dy = (np.asarray(a, np.float64) for a in (*arrays, dy))
+    (a, b), (c, d) = ((max(p, 0), max(q, 0)) for p, q in padding)
+    padded = np.pad(x, ((0, 0), (a, b), (c, d), (0, 0)))
+    (a, b), (c, d) = ((max(-p, 0), max(-q, 0)) for p, q in padding)
+    cropped = padded[:, a : padded.shape[1] - b, c : padded.shape[2] - d]
+    y = sum(
+        cropped[:, i : i + dy.shape[1], j : j + dy.shape[2]] @ w[i, j]
+        for i in range(k)
+        for j in range(k)
+    )
+    np.testing.assert_allclose(got[0], y, rtol=1e-5, atol=1e-5)
+    # The gradients by the adjoint identity: <dy, y> = <dx, x> = <dw, w>.
+    np.testing.assert_allclose(np.vdot(got[1], x), np.vdot(dy, y), rtol=1e-4)
+    np.testing.assert_allclose(np.vdot(got[2], w), np.vdot(dy, y), rtol=1e-4)
+
+
 def test_negative_padding_crops():
     n = jnp.arange(8.0)
     x = 100 * jnp.arange(6.0)[:, None] + 10 * n[None]
