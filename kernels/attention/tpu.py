@@ -25,9 +25,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .spec import AttentionSpec
 
-# Queries and keys of a tile. Large tiles keep the matrix unit busy between two steps of
-# the grid; the scores of this one are 2 MiB of VMEM and exist about four times at once.
+# At most this many queries and keys in a tile. Large tiles keep the matrix unit busy
+# between two steps of the grid; the scores of this one are 2 MiB of the 16 MiB of VMEM
+# that a kernel gets, and exist about four times at once.
 BLOCK = (512, 1024)
+
+# Bytes of one head's features for which these blocks fit beside the scores; larger
+# heads get smaller tiles.
+_HEAD_BYTES = 512
 
 _LANES = 128
 _LOG2_E = math.log2(math.e)
@@ -39,6 +44,8 @@ def refuses(spec: AttentionSpec) -> str | None:
         return f"takes float32 and bfloat16, not {spec.dtype}"
     if spec.qk_dim == 0:
         return "takes no heads of size 0"
+    if _shrinkage(spec) > BLOCK[0] // _LANES:
+        return f"takes no heads of {max(spec.qk_dim, spec.v_dim)} features"
     if spec.bias_shape is not None:
         return "takes no bias"
     if spec.mask_shape is not None:
@@ -58,8 +65,9 @@ def fwd(
     block: tuple[int, int] = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
     """See `AttentionSpec`."""
-    block, (nq, nk) = _cut(spec, block)
-    (bq, bk), (rows, keys, stats) = block, _index_maps(spec, block)
+    block = _fit(spec, block)
+    (bq, bk), (nq, nk) = block, _count(spec, block)
+    rows, keys, stats = _index_maps(spec, block)
     out, lse = pl.pallas_call(
         functools.partial(_fwd_kernel, spec, block),
         grid=(spec.batch, spec.heads, nq, nk),
@@ -146,15 +154,15 @@ def bwd(
     # With +inf a dead row has p = exp2(s - inf) = 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * _LOG2_E)[:, :, None]
     arrays = (q, k, v, dout, lse, delta[:, :, None])
-    block, _ = _cut(spec, block)
+    block = _fit(spec, block)
     dq = _bwd_dq(spec, block, arrays, interpret)
     dk, dv = _bwd_dkv(spec, block, arrays, interpret)
     return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv))
 
 
 def _bwd_dq(spec, block, arrays, interpret):
-    (bq, bk), (rows, keys, stats) = block, _index_maps(spec, block)
-    _, (nq, nk) = _cut(spec, block)
+    (bq, bk), (nq, nk) = block, _count(spec, block)
+    rows, keys, stats = _index_maps(spec, block)
     return pl.pallas_call(
         functools.partial(_bwd_dq_kernel, spec, block),
         grid=(spec.batch, spec.heads, nq, nk),
@@ -225,8 +233,7 @@ def _bwd_dq_kernel(
 
 
 def _bwd_dkv(spec, block, arrays, interpret):
-    (bq, bk), group = block, spec.group
-    _, (nq, nk) = _cut(spec, block)
+    (bq, bk), (nq, nk), group = block, _count(spec, block), spec.group
 
     # The last axis of the grid walks over the query heads of a key head, and in each
     # over its blocks of queries.
@@ -284,7 +291,7 @@ def _bwd_dkv_kernel(
     dk_scr,
     dv_scr,
 ):
-    nq = pl.cdiv(spec.q_len, block[0])
+    nq, _ = _count(spec, block)
     j, step = pl.program_id(2), pl.program_id(3)
     i = lax.rem(step, nq)
 
@@ -363,7 +370,7 @@ def _index_maps(spec, block):
 
 def _key_block(spec, block, i, j):
     """The key block to have in VMEM: of an empty tile, one that is there already."""
-    last = pl.cdiv(spec.kv_len, block[1]) - 1
+    last = _count(spec, block)[1] - 1
     if spec.band.upper is not None:
         end = i * block[0] + block[0] - 1 + spec.band.upper
         j = jnp.minimum(j, jnp.clip(lax.div(end, block[1]), 0, last))
@@ -374,7 +381,7 @@ def _key_block(spec, block, i, j):
 
 
 def _query_block(spec, block, i, j):
-    last = pl.cdiv(spec.q_len, block[0]) - 1
+    last = _count(spec, block)[0] - 1
     if spec.band.upper is not None:
         start = jnp.maximum(j * block[1] - spec.band.upper, 0)
         i = jnp.maximum(i, jnp.minimum(lax.div(start, block[0]), last))
@@ -414,16 +421,22 @@ def _dot(spec, a, b, contract):
     )
 
 
-def _cut(spec, limit):
-    """(block, count). Both sizes of a block are whole vector registers of lanes."""
-    lengths = (spec.q_len, spec.kv_len)
-    block = tuple(
-        min(most, pl.cdiv(length, _LANES) * _LANES)
-        for most, length in zip(limit, lengths, strict=True)
+def _fit(spec, limit):
+    """Sizes of a block: at most `limit`, and whole vector registers of lanes."""
+    return tuple(
+        _LANES * min(most // _shrinkage(spec) // _LANES, pl.cdiv(length, _LANES))
+        for most, length in zip(limit, (spec.q_len, spec.kv_len), strict=True)
     )
-    return block, tuple(
-        pl.cdiv(n, size) for n, size in zip(lengths, block, strict=True)
-    )
+
+
+def _count(spec, block):
+    return pl.cdiv(spec.q_len, block[0]), pl.cdiv(spec.kv_len, block[1])
+
+
+def _shrinkage(spec):
+    """By how much the blocks must be smaller for the size of the heads."""
+    features = max(spec.qk_dim, spec.v_dim)
+    return pl.cdiv(features * spec.dtype.itemsize, _HEAD_BYTES)
 
 
 def _block(rows, columns, index_map):

@@ -74,6 +74,7 @@ def test_what_the_kernels_refuse():
         ((x, x, x, None, jnp.ones((3, 3), bool)), {}, "takes no mask"),
         ((half, half, half), {}, "not float16"),
         ((x, x, x), {"precision": "high"}, "no precision HIGH"),
+        ((jnp.zeros((1, 3, 1, 513)),) * 3, {}, "no heads of 513 features"),
     ):
         with pytest.raises(NotImplementedError, match=match):
             flash_attention(*args, implementation="tpu", **options)
