@@ -132,7 +132,7 @@ def compare(
     ours, theirs = f(*args, **options), g(*args, **options)
     rows = _rows("out", ours, theirs, true_out, limits, factor)
     if grads:
-        names = [f"d {name}" for name in Arguments(g, args).names]
+        names = [f"d {name}" for name in Arguments(f, args).names]
         rng = np.random.default_rng(seed)
         dy = jax.tree.map(lambda y: random_like(rng, y), theirs)
         pulled = [pullback(op, args, options)(dy) for op in (f, g)]

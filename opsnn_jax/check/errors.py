@@ -68,8 +68,8 @@ class Row:
 _MEAN_ROUNDING = 0.36
 _RMS_ROUNDING = 0.42
 
-# A ratio says nothing where the baseline has no digit right. Garbage in it has been seen:
-# XLA's float32 convolution on a CPU, for pads of both signs.
+# A ratio says nothing where the baseline has no digit right. That has been seen: XLA's
+# float32 convolution on a CPU returns garbage for some pads of both signs (jax 0.10).
 _NO_YARDSTICK = 0.1
 
 _NONE = Errors(0.0, 0.0, 0.0, 0, 0, 0)

@@ -124,9 +124,9 @@ def sensitivity(
         )
     options = dict(options or {})
     given = Arguments(f, args)
-    before = _flat(f(*args, **options))
+    out = f(*args, **options)
+    before, dtype = _flat(out), _dtype(out)
     rng = np.random.default_rng(seed)
-    dtype = _dtype(f(*args, **options))
     rows = []
     for name in noise:
         limit, moved_inputs, note = _LIMITS.get(dtype, 2e-4), None, ""
