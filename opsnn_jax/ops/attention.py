@@ -25,8 +25,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from opsnn_jax.dispatch import Choice, Implementation, Requested, Table, align_varying
-from opsnn_jax.kernels.attention import reference, tpu, xla
+from opsnn_jax.dispatch import (
+    Choice,
+    Implementation,
+    Requested,
+    Table,
+    align_varying,
+    deferred,
+)
+from opsnn_jax.kernels.attention import reference, xla
 from opsnn_jax.kernels.attention.mask import Band
 from opsnn_jax.kernels.attention.spec import AttentionSpec
 
@@ -62,7 +69,7 @@ def flash_attention(
       scale: factor of the scores, a Python number; 1 / sqrt(H) if None.
       is_causal: query t sees the keys s <= t, also where T and S differ.
       precision: of the matrix products, as in `jax.lax.dot_general`.
-      implementation: None to choose, a name ("reference", "xla", "tpu"), or a
+      implementation: None to choose, a name ("reference", "xla", "pallas_tpu"), or a
         sequence of names in order of preference.
 
     Returns:
@@ -154,19 +161,20 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _order(name: str, platform: str, spec: AttentionSpec) -> tuple[str, ...]:
-    return ("tpu", "xla") if platform == "tpu" else ("xla",)
+    return ("pallas_tpu", "xla") if platform == "tpu" else ("xla",)
 
 
 _XLA = Implementation("xla", {"fwd": xla.fwd, "bwd": xla.bwd})
-_TPU = Implementation(
-    "tpu",
-    {"fwd": tpu.fwd, "bwd": tpu.bwd},
+_TPU = "opsnn_jax.kernels.attention.tpu"
+_PALLAS_TPU = Implementation(
+    "pallas_tpu",
+    {"fwd": deferred(_TPU, "fwd"), "bwd": deferred(_TPU, "bwd")},
     platforms=("tpu",),
-    refuses=tpu.refuses,
+    refuses=deferred(_TPU, "refuses"),
     pallas=True,
 )
 
-TABLE = Table("flash_attention", (_TPU, _XLA), _order, plain=_XLA)
+TABLE = Table("flash_attention", (_PALLAS_TPU, _XLA), _order, plain=_XLA)
 
 
 def _canonicalize(q, k, v, bias, mask, *, scale, is_causal, precision):

@@ -38,7 +38,7 @@ def test_garbage_reaches_only_the_queries_that_see_it(key, part):
     @jax.jit
     def run(q, k, v):
         def f(*args):
-            out = flash_attention(*args, is_causal=True, implementation="tpu")
+            out = flash_attention(*args, is_causal=True, implementation="pallas_tpu")
             return jnp.sum(out[:, :3]), out  # only what is not to see the garbage
 
         return jax.grad(f, (0, 1, 2), has_aux=True)(q, k, v)
@@ -63,7 +63,9 @@ def test_vmap_and_gradient_of_a_gradient(key):
 
         return jax.jit(jax.vmap(jax.grad(norm)))(q)
 
-    np.testing.assert_allclose(run("tpu"), run("reference"), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(
+        run("pallas_tpu"), run("reference"), rtol=2e-5, atol=2e-5
+    )
 
 
 def test_what_the_kernels_refuse():
@@ -77,12 +79,12 @@ def test_what_the_kernels_refuse():
         ((jnp.zeros((1, 3, 1, 513)),) * 3, {}, "no heads of 513 features"),
     ):
         with pytest.raises(NotImplementedError, match=match):
-            flash_attention(*args, implementation="tpu", **options)
-        flash_attention(*args, implementation=("tpu", "xla"), **options)
+            flash_attention(*args, implementation="pallas_tpu", **options)
+        flash_attention(*args, implementation=("pallas_tpu", "xla"), **options)
 
 
 def test_the_default_on_a_tpu_is_the_kernel():
-    implementation = TABLE.implementations["tpu"]
+    implementation = TABLE.implementations["pallas_tpu"]
     assert implementation.platforms == ("tpu",)
     x = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.float32)
     lowered = jax.jit(flash_attention).trace(x, x, x).lower(lowering_platforms=("tpu",))
