@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # The CPU is the one machine everyone has; unset JAX_PLATFORMS="" to use another.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: train train-text test test-slow test-aot lint format clean
+.PHONY: help train train-text test test-short test-slow test-aot lint format clean
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -36,6 +36,10 @@ train-text: $(VENV)/.train  ## train a small GPT on the Python manual
 
 test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
 	$(PYTEST) -n 2 -m 'not slow and not aot' tests
+
+test-short: $(VENV)/.test   ## run the tests that depend most on the version of JAX
+	$(PYTEST) -n 2 -m 'not slow and not aot' tests/test_dispatch.py tests/kernels \
+	  tests/nn tests/training/test_step.py
 
 test-slow: $(VENV)/.test    ## run the long tests
 	$(PYTEST) -m slow tests

@@ -4,6 +4,76 @@ A case is compiled for each of its targets by `tests/aot/test_registry.py`, and 
 issue cycles are compared with `benchmarks/aot_baseline.json`.
 """
 
-from opsnn_jax.aot.registry import Registry
+import functools
+
+from opsnn_jax.aot.registry import KernelCase, Registry
 
 KERNELS = Registry()
+
+
+def _conv_cases():
+    # A middle layer of ResNet-50, in the mode that Winograd is for; ragged sizes.
+    for dtype, (n, h, c, o) in (
+        ("float32", (8, 28, 256, 256)),
+        ("bfloat16", (2, 15, 200, 130)),
+    ):
+        for name in ("fwd", "dx", "dw"):
+            shape = f"{n}x{h}x{h}x{c}-{o}"
+            yield KernelCase(
+                f"conv2d/pallas_tpu/{name}/{dtype}/{shape}",
+                functools.partial(_make_conv, name, dtype, n, h, c, o),
+            )
+
+
+def _make_conv(name, dtype, n, h, c, o):
+    import jax
+
+    from opsnn_jax import conv2d
+
+    f = functools.partial(conv2d, precision="highest", implementation="pallas_tpu")
+    x, w, dy = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape in ((n, h, h, c), (3, 3, c, o), (n, h, h, o))
+    )
+    if name == "fwd":
+        return f, (x, w)
+    which = {"dx": 0, "dw": 1}[name]
+    return lambda x, w, dy: jax.vjp(f, x, w)[1](dy)[which], (x, w, dy)
+
+
+def _attention_cases():
+    # (batch, T, S, heads, key heads, H); causal or full.
+    for dtype, shape, causal in (
+        ("bfloat16", (1, 4096, 4096, 8, 8, 128), False),
+        ("bfloat16", (1, 4096, 4096, 8, 8, 128), True),
+        ("float32", (1, 1000, 1500, 4, 2, 72), True),
+    ):
+        for name in ("fwd", "bwd"):
+            kind = "causal" if causal else "full"
+            sizes = "x".join(map(str, shape))
+            yield KernelCase(
+                f"flash_attention/pallas_tpu/{name}/{dtype}/{kind}/{sizes}",
+                functools.partial(_make_attention, name, dtype, shape, causal),
+            )
+
+
+def _make_attention(name, dtype, shape, causal):
+    import jax
+
+    from opsnn_jax import flash_attention
+
+    batch, t, s, heads, kv_heads, size = shape
+    f = functools.partial(
+        flash_attention, is_causal=causal, implementation="pallas_tpu"
+    )
+    q, k, v = (
+        jax.ShapeDtypeStruct((batch, length, count, size), dtype)
+        for length, count in ((t, heads), (s, kv_heads), (s, kv_heads))
+    )
+    if name == "fwd":
+        return f, (q, k, v)
+    return lambda q, k, v, dout: jax.vjp(f, q, k, v)[1](dout), (q, k, v, q)
+
+
+for _case in (*_conv_cases(), *_attention_cases()):
+    KERNELS.add(_case)
