@@ -1,0 +1,80 @@
+"""The package as a whole: importing it, its examples in docstrings and the README."""
+
+import doctest
+import importlib
+import os
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import opsnn_jax
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+_LIGHT = """
+import sys
+import jax
+before = set(sys.modules)
+import opsnn_jax
+import opsnn_jax.aot, opsnn_jax.check, opsnn_jax.cli
+heavy = {"flax", "optax", "orbax", "chex", "pydantic", "rich", "matplotlib", "torch",
+         "hypothesis", "jax.experimental.pallas", "jax.experimental.pallas.tpu"}
+print(sorted(heavy & (set(sys.modules) - before)))
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
+print(jax.device_count())
+"""
+
+
+def test_import_is_light_and_starts_no_backend():
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _LIGHT],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.stdout.split("\n")[:2] == ["[]", "3"]
+
+
+def _modules():
+    for info in pkgutil.walk_packages(opsnn_jax.__path__, "opsnn_jax."):
+        source = importlib.util.find_spec(info.name).origin
+        if source and ">>>" in pathlib.Path(source).read_text():
+            yield info.name
+    for name in ("opsnn_jax.kernels", "opsnn_jax.training"):
+        package = importlib.import_module(name)
+        for info in pkgutil.walk_packages(package.__path__, f"{name}."):
+            source = importlib.util.find_spec(info.name).origin
+            if source and ">>>" in pathlib.Path(source).read_text():
+                yield info.name
+
+
+@pytest.mark.parametrize("name", sorted(set(_modules())))
+def test_examples_in_docstrings(name):
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_readme_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(code.splitlines()) <= 30
+    scope = {}
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        exec(compile(code, "README.md", "exec"), scope)
+    assert scope["y"].shape == (8, 28, 28, 64)
+    assert scope["out"].shape == (2, 1024, 8, 64)
+    assert int(scope["metrics"]["step"]) == 1
+
+
+def test_everything_exported_is_documented():
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(path.read_text() for path in documents)
+    names = {n for n, v in vars(opsnn_jax).items() if callable(v) and n[0] != "_"}
+    assert names >= {"conv2d", "flash_attention"}
+    missing = {n for n in names if n not in text or not getattr(opsnn_jax, n).__doc__}
+    assert not missing
