@@ -366,7 +366,9 @@ def test_state_shares_no_buffer_and_can_be_donated():
         optax.adagrad(1e-3),
         optax.contrib.muon(1e-3),
         optax.sgd(1e-3, momentum=0.9, nesterov=True),
-        optax.inject_hyperparams(optax.adam)(1e-3),
+        # Mixes an int32 count and a float in `init` already.
+        optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(1e-3, 9)),
+        optax.MultiSteps(optax.sgd(1e-3), 1).gradient_transformation(),
         optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-1e-3)),
         optax.noisy_sgd(1e-3, key=jax.random.key(0)),
     ],
@@ -499,6 +501,24 @@ def test_micro_batch_that_counts_nothing_leaves_no_trace():
     assert float(new.params["w"]) == 1.0 and float(metrics["loss"]) == 0.0
 
 
+def test_weight_that_is_nan_is_a_skip_and_a_negative_one_counts_nothing():
+    optimizer = optax.sgd(1.0)
+    state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
+    step = make_train_step(
+        linear,
+        optimizer,
+        policy=FP32,
+        micro_batches=2,
+        weight_fn=lambda b: b["count"].sum(),
+        donate=False,
+    )
+    batch = {"g": jnp.asarray([2.0, 3.0]), "count": jnp.asarray([1.0, jnp.nan])}
+    _, metrics = step(state, batch)
+    assert metrics["skipped"]
+    new, _ = step(state, batch | {"count": jnp.asarray([1.0, -1.0])})
+    assert float(new.params["w"]) == -1.0
+
+
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_overflow_in_one_micro_batch_skips_the_window_and_leaves_nothing(where):
     # F02, Paddle#67895: an accumulator keeps the inf, and no window is clean again.
@@ -516,12 +536,51 @@ def test_overflow_in_one_micro_batch_skips_the_window_and_leaves_nothing(where):
     chex.assert_trees_all_equal(written(again), written(once))
 
 
-def test_batch_that_does_not_divide_is_refused():
+@pytest.mark.parametrize("g", [jnp.ones(6), jnp.float32(1.0)])
+def test_batch_that_does_not_divide_is_refused(g):
     optimizer = optax.sgd(1.0)
     state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
     step = make_train_step(linear, optimizer, policy=FP32, micro_batches=4)
     with pytest.raises(ValueError, match=r"'g' must divide by micro_batches=4"):
-        step(state, {"g": jnp.ones(6)})
+        step(state, {"g": g})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"clip_norm": -1.0}, {"clip_norm": 0.0}, {"clip_norm": np.nan}]
+    + [{"ema_decay": 1.0}, {"ema_decay": -0.1}, {"micro_batches": 0}],
+)
+def test_option_out_of_its_range_is_refused(option):
+    # A bound of -1 would turn the gradient round.
+    with pytest.raises(ValueError, match=f"make_train_step: {[*option][0]} must be"):
+        make_train_step(linear, optax.sgd(1.0), policy=FP32, **option)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda w: w,
+        lambda w: (w, ()),
+        lambda w: (w, ((), None)),
+        lambda w: (w[None], ((), {})),
+    ],
+)
+def test_loss_function_of_another_form_is_refused(returned):
+    optimizer = optax.sgd(1.0)
+    state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
+    step = make_train_step(lambda p, *_: returned(p["w"]), optimizer, policy=FP32)
+    with pytest.raises(TypeError, match=r"must return \(loss, \(model_state, metrics"):
+        step(state, {})
+
+
+def test_weight_that_is_no_scalar_is_refused():
+    optimizer = optax.sgd(1.0)
+    state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
+    step = make_train_step(
+        linear, optimizer, policy=FP32, weight_fn=lambda batch: batch["g"]
+    )
+    with pytest.raises(ValueError, match="weight_fn must return a scalar"):
+        step(state, {"g": jnp.ones(2)})
 
 
 def test_nnx_model(key):
@@ -596,7 +655,9 @@ def test_dropout_differs_from_step_to_step_and_repeats_with_the_seed(key):
         state, metrics = step(state, {})
         draws.append(float(metrics["draw"]))
     assert len(set(draws)) == 3
-    again = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32, rng=3)
+    again = TrainState.create(
+        {"w": jnp.float32(1.0)}, optimizer, policy=FP32, rng=np.int64(3)
+    )
     assert float(step(again, {})[1]["draw"]) == draws[0]
 
 
@@ -626,6 +687,20 @@ def test_model_state_that_changes_its_dtype_is_refused():
     )
     step = make_train_step(loss_fn, optimizer, policy=FP32)
     with pytest.raises(TypeError, match=r"must stay float32\[2\]"):
+        step(state, {})
+
+
+def test_model_state_that_loses_a_leaf_is_refused_by_its_name():
+    def loss_fn(params, model_state, batch, rng):
+        return params["w"], ({"var": model_state["var"]}, {})
+
+    optimizer = optax.sgd(1.0)
+    stats = {"mean": jnp.ones(2), "var": jnp.ones(2)}
+    state = TrainState.create(
+        {"w": jnp.float32(1.0)}, optimizer, policy=FP32, model_state=stats
+    )
+    step = make_train_step(loss_fn, optimizer, policy=FP32)
+    with pytest.raises(TypeError, match="it lost mean"):
         step(state, {})
 
 
