@@ -139,6 +139,8 @@ def model_text(config: Config) -> Task:
         text.train, length, options.batch_size, config.run.seed
     )
 
+    windows = data.consecutive_windows(text.test, length)
+
     def make():
         return GPT(
             len(text.alphabet),
@@ -167,8 +169,6 @@ def model_text(config: Config) -> Task:
         loss, right = _cross_entropy(logits, batch["next"])
         counts = batch["counts"][:, None]
         return (loss * counts).sum(), (right * counts).sum()
-
-    windows = data.consecutive_windows(text.test, length)
 
     def evaluate(params, model_state):
         batches = data.in_order(windows, options.batch_size)

@@ -152,7 +152,7 @@ def _check_progress(metrics: dict[str, Any], state: TrainState, limit: int) -> N
         what = "the gradients are finite, yet the update or the model state is not"
     # Without scaling the scale is 1, and of no interest; with it, it may be too high.
     at = f" at loss scale {number(scale)}" if scale != 1 else ""
-    scaling_helps = scale != 1 and np.isfinite(metrics["loss"])
+    scaling_helps = names and scale != 1 and np.isfinite(metrics["loss"])
     raise StuckError(
         f"training stopped: {skips} steps in a row were skipped, the last{at} with a "
         f"loss of {metrics['loss']:g}; {what}. "
