@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-# The CPU is the one machine everyone has; unset JAX_PLATFORMS="" to use another.
+# The CPU is the one machine everyone has. `make train JAX_PLATFORMS=` uses the best.
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: help train train-text test test-short test-slow test-aot test-torch lint format clean

@@ -29,9 +29,9 @@ def global_norm(tree: PyTree) -> jax.Array:
 def clip_by_norm(tree: PyTree, max_norm: float, norm: jax.Array) -> PyTree:
     """The tree scaled down so that its norm, given as `norm`, is at most `max_norm`.
 
-    A tree whose norm is within the bound comes back bit for bit.
+    A tree whose norm is within the bound comes back bit for bit. An infinite norm makes
+    zeros of what is finite and NaN of what is not, so test it first, as the step does.
     """
-
     # Two factors: max_norm/norm alone may be too small for fp32.
     inverse = _inverse_size(norm)
     rest = max_norm / (norm * inverse)

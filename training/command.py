@@ -9,6 +9,7 @@ from rich.text import Text
 
 from .config_file import ConfigError, load
 from .data import DataError
+from .progress import number
 from .report import RunFolderError
 from .trainer import Outcome, StuckError, train
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"opsnn train: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("opsnn train: interrupted before the first step.", file=sys.stderr)
+        print("opsnn train: interrupted.", file=sys.stderr)
         return 130
     _show(outcome, console)
     return 130 if outcome.interrupted else 0
@@ -47,10 +48,8 @@ def _show(outcome: Outcome, console: Console) -> None:
     if outcome.results:
         table = Table(title="Results", title_justify="left", show_header=False)
         for name, value in outcome.results.items():
-            shown = (
-                f"{value:.4f}" if name.startswith(("test", "bits")) else f"{value:g}"
-            )
-            table.add_row(name, shown)
+            exact = not name.startswith(("test", "bits"))
+            table.add_row(name, number(value) if exact else f"{value:.4f}")
         console.print(table)
     if outcome.interrupted:
         console.print("Interrupted; what was done so far is kept.")

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -21,8 +21,19 @@ from pydantic import (
 from .loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from .policy import Policy
 
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
+
+def _true_is_no_number(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise ValueError("must be a number")
+    return given
+
+
+# Not strict otherwise: YAML reads 1e-3, which has no point, as a word.
+Int = Annotated[int, BeforeValidator(_true_is_no_number)]
+Float = Annotated[float, BeforeValidator(_true_is_no_number)]
+Count = Annotated[Int, Field(gt=0)]
+Share = Annotated[Float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[Float, Field(gt=0.0)]
 
 
 class Section(BaseModel):
@@ -37,11 +48,11 @@ class RunConfig(Section):
     """What is run, for how long, and where its results go."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
     folder: str = "runs"
-    epochs: PositiveInt | None = None
-    steps: PositiveInt | None = None
-    report_every: PositiveInt = 10
+    epochs: Count | None = None
+    steps: Count | None = None
+    report_every: Count = 10
 
     @model_validator(mode="after")
     def _one_length(self):
@@ -54,37 +65,37 @@ class MnistConfig(Section):
     """5,000 digits; `shift` moves training images by up to so many pixels."""
 
     name: Literal["mnist"]
-    batch_size: PositiveInt = 100
-    test_size: Annotated[int, Field(ge=10, le=4000, multiple_of=10)] = 1000
-    shift: Annotated[int, Field(ge=0, le=8)] = 2
+    batch_size: Count = 100
+    test_size: Annotated[Int, Field(ge=10, le=4000, multiple_of=10)] = 1000
+    shift: Annotated[Int, Field(ge=0, le=8)] = 2
 
 
 class ManualConfig(Section):
     """The Python manual, by characters."""
 
     name: Literal["python_manual"]
-    batch_size: PositiveInt = 32
-    sequence_length: Annotated[int, Field(ge=2)] = 128
-    test_share: Annotated[float, Field(gt=0.0, le=0.5)] = 0.05
+    batch_size: Count = 32
+    sequence_length: Annotated[Int, Field(ge=2)] = 128
+    test_share: Annotated[Float, Field(gt=0.0, le=0.5)] = 0.05
 
 
 class ResNetConfig(Section):
     name: Literal["resnet"]
-    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=4)] = (
+    widths: Annotated[tuple[Count, ...], Field(min_length=1, max_length=4)] = (
         16,
         32,
         64,
     )
-    blocks: PositiveInt = 1
+    blocks: Count = 1
 
 
 class GptConfig(Section):
     name: Literal["gpt"]
-    layers: PositiveInt = 4
-    width: PositiveInt = 128
-    heads: PositiveInt = 4
+    layers: Count = 4
+    width: Count = 128
+    heads: Count = 4
     dropout: Share = 0.0
-    sample_length: PositiveInt = 300
+    sample_length: Count = 300
     prompt: Annotated[str, Field(min_length=1)] = "The "
 
     @model_validator(mode="after")
@@ -100,8 +111,8 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     learning_rate: Positive = 1e-3
     schedule: Literal["constant", "cosine"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    warmup_steps: Annotated[Int, Field(ge=0)] = 0
+    weight_decay: Annotated[Float, Field(ge=0.0)] = 0.0
     momentum: Share = 0.9
     beta2: Share = 0.999
 
@@ -109,13 +120,13 @@ class OptimizerConfig(Section):
 class DynamicConfig(Section):
     """The fields of DynamicLossScale."""
 
-    initial: float = DynamicLossScale.initial
-    growth: float = DynamicLossScale.growth
-    backoff: float = DynamicLossScale.backoff
-    growth_interval: int = DynamicLossScale.growth_interval
-    min: float = DynamicLossScale.min
-    max: float = DynamicLossScale.max
-    hysteresis: int = DynamicLossScale.hysteresis
+    initial: Float = DynamicLossScale.initial
+    growth: Float = DynamicLossScale.growth
+    backoff: Float = DynamicLossScale.backoff
+    growth_interval: Int = DynamicLossScale.growth_interval
+    min: Float = DynamicLossScale.min
+    max: Float = DynamicLossScale.max
+    hysteresis: Int = DynamicLossScale.hysteresis
     consecutive_hysteresis: bool = DynamicLossScale.consecutive_hysteresis
 
     @model_validator(mode="after")
@@ -140,9 +151,9 @@ class OptimizationConfig(Section):
     precision: str = "float32"
     loss_scale: DynamicConfig | float | Literal["auto", "none"] = "auto"
     clip_norm: Positive | None = None
-    micro_batches: PositiveInt = 1
-    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    stop_after_skips: PositiveInt = 100
+    micro_batches: Count = 1
+    ema_decay: Annotated[Float, Field(gt=0.0, lt=1.0)] | None = None
+    stop_after_skips: Count = 100
 
     @field_validator("loss_scale", mode="before")
     @classmethod
@@ -150,13 +161,15 @@ class OptimizationConfig(Section):
         # Decided here, so that an error speaks of the kind that was meant.
         if isinstance(given, dict):
             return DynamicConfig(**given)
-        if isinstance(given, bool) or not isinstance(given, int | float | str):
-            raise ValueError("expected 'auto', 'none', a number, or keys of a scale")
-        if not isinstance(given, str):
-            StaticLossScale(given)
-        elif given not in ("auto", "none"):
-            raise ValueError("expected 'auto', 'none', a number, or keys of a scale")
-        return given
+        if given in ("auto", "none"):
+            return given
+        try:
+            value = float(_true_is_no_number(given))
+        except (TypeError, ValueError):
+            raise ValueError(
+                "expected 'auto', 'none', a number, or keys of a scale"
+            ) from None
+        return StaticLossScale(value).value
 
     @field_validator("precision")
     @classmethod

@@ -24,6 +24,20 @@ class ConfigError(Exception):
     """The configuration is wrong; the message is one line that names the key."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe, and refuses a key that is given twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
 def load(path: str, overrides: list[str] = ()) -> Config:
     """Reads a configuration.
 
@@ -36,10 +50,10 @@ def load(path: str, overrides: list[str] = ()) -> Config:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            given = yaml.safe_load(file)
+            given = yaml.load(file, _Loader)
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}.") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, ValueError) as e:  # the latter for 2024-13-01
         raise ConfigError(f"{path}: is not YAML: {_one_line(e)}.") from e
     if not isinstance(given, dict):
         allowed = ", ".join(Config.model_fields)
@@ -52,14 +66,24 @@ def load(path: str, overrides: list[str] = ()) -> Config:
         raise ConfigError(f"{path}: {_explain(e, given)}") from e
 
 
+# What pydantic says, and what is plainer.
+_WORDS = {
+    "Input should be": "must be",
+    "String should": "must",
+    "Tuple should": "must",
+    " a valid tuple": " a list",
+    " after validation, not": ", not",
+}
+
+
 def _set(given: dict, override: str) -> None:
     key, equals, text = override.partition("=")
     *sections, last = key.strip().split(".")
     if not equals or not last:
         raise ConfigError(f"--set {override}: expected key=value, as in run.seed=1.")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as e:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as e:
         raise ConfigError(f"--set {override}: is not YAML: {_one_line(e)}.") from e
     for section in sections:
         given = given.setdefault(section, {})
@@ -96,8 +120,8 @@ def _explain(error: Exception, given: dict) -> str:
     if fault["type"] in ("model_type", "model_attributes_type"):
         return f"{key}: must be a section with keys; got {fault['input']!r}."
     message = _one_line(fault["msg"]).removeprefix("Value error, ").rstrip(".")
-    for start in ("Input should be", "String should"):
-        message = message.replace(start, "must be" if "be" in start else "must")
+    for wording, ours in _WORDS.items():
+        message = message.replace(wording, ours)
     # Keys of a section that was validated on its own: `DynamicLossScale: max ...`.
     if isinstance(fault["input"], dict | Section):
         return f"{key}: {message}."

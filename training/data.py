@@ -186,11 +186,7 @@ def random_windows(
     Raises:
       DataError: if the text is shorter than a window.
     """
-    if len(tokens) <= length:
-        raise DataError(
-            f"data: sequence_length must be below the {len(tokens)} characters there "
-            f"are; got {length}."
-        )
+    _check_length(tokens, length)
 
     def batch_at(k: int) -> Batch:
         rng = np.random.default_rng((seed, k))
@@ -199,6 +195,14 @@ def random_windows(
         return {"tokens": windows[:, :-1], "next": windows[:, 1:]}
 
     return BatchStream(batch_at)
+
+
+def _check_length(tokens: np.ndarray, length: int) -> None:
+    if len(tokens) <= length:
+        raise DataError(
+            f"data: sequence_length must be below the {len(tokens)} characters there "
+            f"are to train on or to test with; got {length}."
+        )
 
 
 def in_order(rows: Batch, batch_size: int) -> Iterator[Batch]:
@@ -215,7 +219,12 @@ def in_order(rows: Batch, batch_size: int) -> Iterator[Batch]:
 
 
 def consecutive_windows(tokens: np.ndarray, length: int) -> Batch:
-    """The text cut into windows, as rows. A rest that does not fill one is left out."""
+    """The text cut into windows, as rows. A rest that does not fill one is left out.
+
+    Raises:
+      DataError: if the text is shorter than a window.
+    """
+    _check_length(tokens, length)
     count = (len(tokens) - 1) // length
     inputs = tokens[: count * length].reshape(count, length)
     following = tokens[1 : count * length + 1].reshape(count, length)

@@ -92,21 +92,37 @@ def of_same_types(new: PyTree, old: PyTree) -> PyTree:
     """
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise TypeError(
-            "train step: the state must keep its structure from step to step; it was "
-            f"{jax.tree.structure(old)} and became {jax.tree.structure(new)}."
+            "training: a state must keep its structure from step to step; "
+            f"{_difference(new, old)}."
         )
 
     def check(path, n, o):
         n, o = jnp.asarray(n), jnp.asarray(o)
         if n.shape != o.shape or n.dtype != o.dtype:
             raise TypeError(
-                f"train step: {path_name(path)} must stay {o.dtype}{list(o.shape)} "
+                f"training: {path_name(path)} must stay {o.dtype}{list(o.shape)} "
                 f"from step to step; it became {n.dtype}{list(n.shape)}. "
                 "Cast it where it is made."
             )
         return _strong(n)
 
     return jax.tree.map_with_path(check, new, old)
+
+
+def _difference(new: PyTree, old: PyTree) -> str:
+    """Where two trees differ in structure: a few leaves, for a tree can be long."""
+    new_names, old_names = (
+        [path_name(path) for path, _ in jax.tree.flatten_with_path(tree)[0]]
+        for tree in (new, old)
+    )
+    lost = [name for name in old_names if name not in set(new_names)]
+    added = [name for name in new_names if name not in set(old_names)]
+    parts = [
+        f"it {verb} {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+        for verb, names in (("lost", lost), ("gained", added))
+        if names
+    ]
+    return " and ".join(parts) or "containers of the same leaves changed their type"
 
 
 def owned_copy(tree: PyTree) -> PyTree:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .leaves import PyTree, is_float
 
@@ -123,7 +124,8 @@ class DynamicLossScale(LossScale):
 
     Raises:
       ValueError: for a scale or factor that is no power of two, bounds that do not
-        enclose the initial scale, or an interval or hysteresis below 1.
+        enclose the initial scale, or an interval or hysteresis that is no integer from
+        1 to 2**31 - 1.
     """
 
     initial: float = 2.0**15
@@ -148,10 +150,12 @@ class DynamicLossScale(LossScale):
                 f"got growth={self.growth:g}, backoff={self.backoff:g}."
             )
         for name in ("growth_interval", "hysteresis"):
-            if getattr(self, name) < 1:
+            given = getattr(self, name)
+            # They are compared with int32 counters.
+            if not (isinstance(given, int | np.integer) and 1 <= given < 2**31):
                 raise ValueError(
-                    f"DynamicLossScale: {name} must be at least 1; "
-                    f"got {getattr(self, name)}."
+                    f"DynamicLossScale: {name} must be an integer from 1 to 2**31 - 1; "
+                    f"got {given}."
                 )
 
     def init(self) -> LossScaleState:

@@ -51,6 +51,10 @@ class Policy:
       rules: pairs (pattern, dtype). A parameter whose path, `block_0/norm/scale` say,
         has a match of the regular expression is computed in that dtype instead. The
         first match counts.
+
+    Raises:
+      ValueError: for a dtype other than fp32, bf16, fp16 and fp64, for fp64 where JAX
+        has not enabled it, and for a pattern that is no regular expression.
     """
 
     params: Any = "float32"
@@ -61,7 +65,7 @@ class Policy:
     def __post_init__(self):
         for field in ("params", "compute", "output"):
             object.__setattr__(self, field, _dtype(field, getattr(self, field)))
-        rules = tuple((pattern, _dtype(pattern, d)) for pattern, d in self.rules)
+        rules = tuple((_pattern(p), _dtype(f"rule {p!r}", d)) for p, d in self.rules)
         object.__setattr__(self, "rules", rules)
 
     @classmethod
@@ -69,8 +73,8 @@ class Policy:
         """A policy from its name or its parts.
 
         Args:
-          text: "mixed_float16", "mixed_bfloat16" or "float32" (`fp16`, `bf16`, `fp32`
-            do as well), or parts such as "params=float32,compute=bfloat16,
+          text: "mixed_float16", "mixed_bfloat16" or "float32" (in short "mixed_fp16",
+            "mixed_bf16", "fp32"), or parts such as "params=float32,compute=bfloat16,
             output=float32". A part that is left out is float32.
 
         Raises:
@@ -147,4 +151,20 @@ def _dtype(field: str, given: Any) -> Any:
             f"Policy: {field} must be one of {', '.join(map(repr, _DTYPES))}; "
             f"got {given!r}."
         )
+    # JAX would compute in fp32 and only warn.
+    if dtype.name == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError(
+            f"Policy: {field} is float64, which JAX turns into float32 unless told "
+            "otherwise. Set the environment variable JAX_ENABLE_X64=1."
+        )
     return dtype
+
+
+def _pattern(given: str) -> str:
+    try:
+        re.compile(given)
+    except re.error as e:
+        raise ValueError(
+            f"Policy: rules must begin with a regular expression; got {given!r}: {e}."
+        ) from e
+    return given

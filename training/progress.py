@@ -42,19 +42,25 @@ class Display:
     def __exit__(self, *_) -> None:
         self._progress.stop()
 
-    def update(self, done: int, row: dict[str, Any], rate: float) -> None:
+    def update(self, done: int, row: dict[str, Any], rate: float | None) -> None:
         """Shows the row of the last step; `rate` is images or tokens per second."""
         text = (
             f"loss {row['loss']:.4f}  accuracy {row['accuracy']:.3f}  "
-            f"scale {row['loss_scale']:g}  skipped {row['total_skips']}  "
-            f"{rate:,.0f} {self._counted}/s"
+            f"scale {number(row['loss_scale'])}  skipped {row['total_skips']}"
         )
+        if rate is not None:
+            text += f"  {rate:,.0f} {self._counted}/s"
         self._progress.update(self._task, completed=done, text=text)
         if not self._console.is_terminal and (
             done >= self._next_line or done == self._steps
         ):
             self._console.print(f"step {done}/{self._steps}  {text}", soft_wrap=True)
             self._next_line = done + self._steps / _LINES
+
+
+def number(value: float) -> str:
+    """A count or a power of two, in full: 2**24 is 16777216 and not 1.67772e+07."""
+    return f"{value:.10g}"
 
 
 class _Metrics(ProgressColumn):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .leaves import PyTree, float_leaves, merge, owned_copy
@@ -62,7 +63,7 @@ class TrainState:
           policy: floating leaves of `params` are cast to `policy.params`.
           loss_scale: the same as the step's; None for `policy.default_loss_scale()`.
           model_state: batch statistics and the like, kept in their own dtypes.
-          rng: a key, or the seed of one.
+          rng: a key, or an integer, the seed of one.
           ema: whether a moving average of the parameters is kept.
 
         Raises:
@@ -76,16 +77,20 @@ class TrainState:
                 )
         params = policy.cast_to_params(owned_copy(params))
         loss_scale = loss_scale or policy.default_loss_scale()
-        averaged = float_leaves(params)
+        floats = float_leaves(params)
+        # optax mixes integers and floats, which strict promotion forbids.
+        with jax.numpy_dtype_promotion("standard"):
+            opt_state = owned_copy(optimizer.init(floats))
+        is_seed = isinstance(rng, int | np.integer)
         return cls(
             params=params,
-            opt_state=owned_copy(optimizer.init(float_leaves(params))),
+            opt_state=opt_state,
             model_state=owned_copy(model_state),
             loss_scale=loss_scale.init(),
-            rng=jax.random.key(rng) if isinstance(rng, int) else owned_copy(rng),
+            rng=jax.random.key(rng) if is_seed else owned_copy(rng),
             step=jnp.asarray(0, jnp.int32),
             attempted_steps=jnp.asarray(0, jnp.int32),
-            ema=owned_copy(_to_float32(averaged)) if ema else None,
+            ema=owned_copy(_to_float32(floats)) if ema else None,
         )
 
     @property

@@ -78,9 +78,10 @@ def make_train_step(
       clip_norm: the bound of the gradient's global norm, or None.
       micro_batches: in how many equal parts along its first axis a batch is done, one
         after the other. One update is made for all of them.
-      weight_fn: `weight_fn(batch)`, how much a (micro-)batch counts, such as its number
-        of tokens that are not padding. Default: all the same. One that counts 0 has no
-        influence at all.
+      weight_fn: `weight_fn(batch)`, how much a (micro-)batch counts, a scalar of at
+        least 0 such as its number of tokens that are not padding. Default: all the
+        same. A micro-batch that counts 0 has no influence at all; where all do, the
+        optimizer sees a gradient of zero.
       ema_decay: of the moving average, for states created with `ema=True`.
       axis_names: mesh axes over which batches are split, when the step is called inside
         `jax.shard_map` with a replicated state. Under plain jit with sharded arrays
@@ -95,14 +96,26 @@ def make_train_step(
       the parameters whether its gradient was finite.
 
     Raises:
-      ValueError: by the call, for a batch that does not divide into micro-batches.
-      TypeError: by the call, for parameters of another dtype than `policy.params`.
+      ValueError: for an option out of its range; by the call, for a batch that does not
+        divide into micro-batches, or an average without its decay.
+      TypeError: by the call, for parameters of another dtype than `policy.params`, a
+        loss function that returns something else, or a state that changes its type.
 
     References: Micikevicius et al., Mixed Precision Training, 2018, section 3.
     """
     if micro_batches < 1:
         raise ValueError(
             f"make_train_step: micro_batches must be at least 1; got {micro_batches}."
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(
+            f"make_train_step: clip_norm must be above 0; got {clip_norm}. "
+            "Pass None not to clip."
+        )
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(
+            "make_train_step: ema_decay must be at least 0 and below 1; "
+            f"got {ema_decay}."
         )
     loss_scale = loss_scale or policy.default_loss_scale()
     optimizer = optax.with_extra_args_support(optimizer)
@@ -149,16 +162,11 @@ def make_train_step(
         # that reads it, which takes twice as long to compile.
         after = jax.lax.cond(finite, update, lambda: before)
         finite &= stays_finite(after, before)
-        params, opt_state, model_state, ema, number = select(finite, after, before)
-        new = TrainState(
-            params=params,
-            opt_state=opt_state,
-            model_state=model_state,
+        new = replace(
+            state,
             loss_scale=loss_scale.adjust(state.loss_scale, finite),
-            rng=state.rng,
-            step=number,
             attempted_steps=state.attempted_steps + 1,
-            ema=ema,
+            **select(finite, after, before),
         )
         metrics = {
             "loss": loss,
@@ -182,9 +190,10 @@ def make_train_step(
     return jax.jit(step, donate_argnums=(0,) if donate else ())
 
 
-def _written(state: TrainState) -> PyTree:
-    """What a step writes and a skip leaves alone."""
-    return state.params, state.opt_state, state.model_state, state.ema, state.step
+def _written(state: TrainState) -> dict[str, PyTree]:
+    """What a step writes and a skip leaves alone, by name: errors speak of it."""
+    names = ("params", "opt_state", "model_state", "ema", "step")
+    return {name: getattr(state, name) for name in names}
 
 
 class _Window(NamedTuple):
@@ -213,14 +222,14 @@ def _window(loss_fn, loss_scale, state, batch, micro_batches, weight_fn, axes):
         part, number = part_and_number
 
         def scaled_loss(floats):
-            loss, (new_model_state, metrics) = loss_fn(
+            returned = loss_fn(
                 merge(floats, params),
                 # Rebuilt here: flax nnx may only write variables made in this trace.
                 jax.tree.map(lambda x: x, model_state),
                 part,
                 jax.random.fold_in(rng, number),
             )
-            loss = jnp.asarray(loss).astype(jnp.float32)
+            loss, new_model_state, metrics = _returned(returned)
             # The loss itself is reported, not scaled/scale: that may be inf/inf.
             scaled = loss_scale.scale(state.loss_scale, loss)
             return scaled, (loss, new_model_state, metrics)
@@ -229,9 +238,9 @@ def _window(loss_fn, loss_scale, state, batch, micro_batches, weight_fn, axes):
             floats
         )
         grads = loss_scale.unscale(state.loss_scale, grads)
-        weight = jnp.float32(1.0) if weight_fn is None else weight_fn(part)
-        weight = vary(jnp.asarray(weight).astype(jnp.float32))
-        counts = weight > 0
+        weight = vary(_weight(weight_fn, part))
+        # Not `weight > 0`: a NaN counts, so that the step is skipped and seen to be.
+        counts = ~(weight <= 0)
 
         def weigh(x):
             # Nothing, not even a NaN, comes from a micro-batch that counts nothing.
@@ -262,9 +271,35 @@ def _window(loss_fn, loss_scale, state, batch, micro_batches, weight_fn, axes):
     return _Window(grads, loss, model_state, metrics)
 
 
+def _returned(returned: Any) -> tuple[jax.Array, PyTree, dict]:
+    """The loss in fp32, the model state and the metrics that `loss_fn` returned."""
+    try:
+        loss, (model_state, metrics) = returned
+        loss = jnp.asarray(loss).astype(jnp.float32)
+    except (TypeError, ValueError):
+        loss = metrics = None
+    if loss is None or loss.ndim or not isinstance(metrics, dict):
+        raise TypeError(
+            "train step: loss_fn must return (loss, (model_state, metrics)), the loss "
+            f"a scalar and metrics a dict; got {jax.tree.map(jnp.shape, returned)} "
+            "with shapes for arrays. A model without state returns () for it."
+        )
+    return loss, model_state, metrics
+
+
+def _weight(weight_fn: Callable | None, part: PyTree) -> jax.Array:
+    weight = jnp.asarray(1.0 if weight_fn is None else weight_fn(part))
+    if weight.ndim:
+        raise ValueError(
+            "train step: weight_fn must return a scalar for the whole (micro-)batch; "
+            f"got shape {weight.shape}. Return its sum."
+        )
+    return jnp.maximum(weight.astype(jnp.float32), 0.0)
+
+
 def _split(batch: PyTree, micro_batches: int) -> PyTree:
     def split(path, x):
-        if x.shape[0] % micro_batches:
+        if not x.ndim or x.shape[0] % micro_batches:
             raise ValueError(
                 f"train step: the first axis of batch leaf {path_name(path)!r} must "
                 f"divide by micro_batches={micro_batches}; got shape {x.shape}. Fill "

@@ -128,10 +128,18 @@ def model_text(config: Config) -> Task:
     options, shape = config.data, config.model
     policy = config.optimization.policy
     text = data.load_python_manual(options.test_share)
+    unknown = sorted(set(shape.prompt) - set(text.alphabet))
+    if unknown:
+        raise data.DataError(
+            f"model.prompt: must use characters of the text; got {unknown[0]!r}, which "
+            "is not among them."
+        )
     length = options.sequence_length
     batches = data.random_windows(
         text.train, length, options.batch_size, config.run.seed
     )
+
+    windows = data.consecutive_windows(text.test, length)
 
     def make():
         return GPT(
@@ -162,8 +170,6 @@ def model_text(config: Config) -> Task:
         counts = batch["counts"][:, None]
         return (loss * counts).sum(), (right * counts).sum()
 
-    windows = data.consecutive_windows(text.test, length)
-
     def evaluate(params, model_state):
         batches = data.in_order(windows, options.batch_size)
         sums = [judge(params, batch) for batch in batches]
@@ -175,10 +181,10 @@ def model_text(config: Config) -> Task:
 
     def sample(params, model_state):
         number = {c: i for i, c in enumerate(text.alphabet)}
-        prompt = jnp.asarray([number[c] for c in shape.prompt if c in number])
+        prompt = jnp.asarray([number[c] for c in shape.prompt], jnp.int32)
         written = generate(
             nnx.merge(graph, params),
-            prompt.astype(jnp.int32),
+            prompt,
             shape.sample_length,
             jax.random.key(_SAMPLE_SEED),
         )

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from .config import Config
 from .data import Prefetch
-from .progress import Display
+from .progress import Display, number
 from .report import RunFolder, plot_curves
 from .state import TrainState
 from .step import make_train_step, nonfinite_paths
@@ -119,14 +120,14 @@ def _train(config: Config, console: Console, folder: RunFolder) -> Outcome:
 
 
 class _Rate:
-    """Things per second between two calls; 0 at the first, which has compiled."""
+    """Things per second between two calls; None at the first, which has compiled."""
 
     def __init__(self, per_step: int):
         self._per_step, self._last = per_step, None
 
-    def __call__(self, steps: int) -> float:
+    def __call__(self, steps: int) -> float | None:
         last, self._last = self._last, time.monotonic()
-        return 0.0 if last is None else steps * self._per_step / (self._last - last)
+        return None if last is None else steps * self._per_step / (self._last - last)
 
 
 def _keep(fetched: list[dict[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:
@@ -140,21 +141,26 @@ def _keep(fetched: list[dict[str, Any]], folder: RunFolder) -> list[dict[str, An
 
 
 def _check_progress(metrics: dict[str, Any], state: TrainState, limit: int) -> None:
-    skips = int(metrics["consecutive_skips"])
+    skips, scale = int(metrics["consecutive_skips"]), metrics["loss_scale"]
     if skips < limit:
         return
     names = nonfinite_paths(state.params, metrics["finite_leaves"])
-    loss = float(metrics["loss"])
     if names:
         what = f"not finite: the gradients of {', '.join(names[:5])}"
         what += f" and {len(names) - 5} more" if len(names) > 5 else ""
     else:
         what = "the gradients are finite, yet the update or the model state is not"
+    # Without scaling the scale is 1, and of no interest; with it, it may be too high.
+    at = f" at loss scale {number(scale)}" if scale != 1 else ""
+    scaling_helps = names and scale != 1 and np.isfinite(metrics["loss"])
     raise StuckError(
-        f"training stopped: {skips} steps in a row were skipped, the last at loss "
-        f"scale {float(metrics['loss_scale']):g} with a loss of {loss:g}; {what}. "
-        "A loss that is not finite itself is no matter of scaling: look at the data "
-        "and the learning rate."
+        f"training stopped: {skips} steps in a row were skipped, the last{at} with a "
+        f"loss of {metrics['loss']:g}; {what}. "
+        + (
+            "Lower optimization.loss_scale or its min."
+            if scaling_helps
+            else "No loss scale mends this: look at the data and the learning rate."
+        )
     )
 
 

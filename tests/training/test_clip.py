@@ -42,6 +42,11 @@ def test_within_the_bound_nothing_changes():
     chex.assert_trees_all_equal(clip_by_norm(tree, 1.0, global_norm(tree)), tree)
 
 
+def test_infinite_norm_makes_zeros_of_what_is_finite():
+    (clipped,) = clip_by_norm([jnp.asarray([jnp.inf, 1.0])], 1.0, jnp.asarray(jnp.inf))
+    np.testing.assert_array_equal(clipped, [np.nan, 0.0])
+
+
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e20, 1e38])
 def test_clipped_to_the_bound(size):
     tree = [jnp.full(4, size)]

@@ -92,6 +92,15 @@ def test_overrides_reach_into_sections_that_are_not_there(path):
         ("run.seed.a=3", "--set run.seed.a=3: seed is not a section."),
         ("run.seed", "--set run.seed: expected key=value"),
         ("run.seed=[1", "--set run.seed=[1: is not YAML"),
+        ("run.seed=2024-13-01", "is not YAML: month must be in 1..12"),
+        ("run={seed: 1, seed: 2}", "the key 'seed' is given twice"),
+        ("run.epochs=true", "run.epochs: must be a number; got True."),
+        ("optimizer.learning_rate=-1e-3", "learning_rate: must be greater than 0"),
+        ("optimization.loss_scale=1e4", "value must be a power of two"),
+        ("optimization.loss_scale={growth_interval: 3000000000}", "2**31 - 1"),
+        ("optimization.precision=compute=float64", "JAX_ENABLE_X64=1"),
+        ("model.widths=3", "model.widths: must be a list; got 3."),
+        ("model.widths=[]", "model.widths: must have at least 1 item, not 0"),
     ],
 )
 def test_fault_is_one_line_naming_the_key(path, override, says):
@@ -107,6 +116,9 @@ def test_fault_is_one_line_naming_the_key(path, override, says):
     [
         ("a: [1", "is not YAML"),
         ("", "expected sections run, data, model, optimizer, optimization"),
+        ("run: {name: a}\nrun: {name: b}", "the key 'run' is given twice"),
+        ("run: {name: 2024-13-01}", "is not YAML: month must be in"),
+        ("\0", "is not YAML: unacceptable character"),
         ("- 1", "expected sections"),
         ("{1: 2, run: {name: a}}", "keys must be words"),
         ("run: {name: a, epochs: 1}", "data: is missing"),
@@ -117,6 +129,11 @@ def test_fault_of_the_file(tmp_path, content, says):
     path.write_text(content)
     with pytest.raises(ConfigError, match=says):
         load(str(path))
+
+
+def test_folder_for_a_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load(str(tmp_path))
 
 
 def test_missing_file():

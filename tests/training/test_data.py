@@ -123,6 +123,8 @@ def test_evaluation_counts_each_row_once():
             "batch_size must be at most",
         ),
         (lambda: data.random_windows(np.arange(8), 8, 4, 0), "sequence_length must be"),
+        # With no window to judge by, results would be 0/0.
+        (lambda: data.consecutive_windows(np.arange(8), 8), "sequence_length must be"),
     ],
 )
 def test_too_little_data_is_refused(make, says):

@@ -195,6 +195,8 @@ def test_constant_scales_count_skips(config):
         ({"backoff": 1.0}, "backoff"),
         ({"growth_interval": 0}, "growth_interval"),
         ({"hysteresis": 0}, "hysteresis"),
+        ({"hysteresis": 1.5}, "hysteresis must be an integer"),
+        ({"growth_interval": 2**31}, "growth_interval must be an integer from 1 to 2"),
     ],
 )
 def test_bad_configuration_is_refused(options, names):

@@ -44,6 +44,18 @@ def test_unknown_dtype_is_refused(dtype):
         Policy(compute=dtype)
 
 
+def test_fp64_that_jax_would_turn_into_fp32_is_refused():
+    with pytest.raises(ValueError, match="JAX_ENABLE_X64=1"):
+        Policy.parse("params=float64")
+    with jax.enable_x64(True):
+        assert Policy.parse("params=float64").params == "float64"
+
+
+def test_rule_that_is_no_regular_expression_is_refused():
+    with pytest.raises(ValueError, match=r"regular expression; got '\('"):
+        Policy(rules=(("(", "float32"),))
+
+
 def test_only_floating_leaves_are_cast():
     float0 = np.zeros((2,), jax.dtypes.float0)
     key = jax.random.key(0)

@@ -14,7 +14,6 @@ from flax import nnx
 
 from opsnn_jax.training import (
     DynamicLossScale,
-    LossScale,
     NoLossScale,
     Policy,
     StaticLossScale,
@@ -49,7 +48,8 @@ def cnn(policy, key):
         "label": jax.random.randint(label_key, (8,), 0, 3),
     }
     with jax.numpy_dtype_promotion("standard"):  # flax needs it
-        variables = model.init(init_key, batch["image"], train=False)
+        init = jax.jit(functools.partial(model.init, train=False))
+        variables = init(init_key, batch["image"])
 
     def loss_fn(params, stats, batch, rng):
         with jax.numpy_dtype_promotion("standard"):
@@ -68,8 +68,8 @@ def cnn(policy, key):
     return loss_fn, variables["params"], variables["batch_stats"], batch
 
 
-def mlp(key):
-    """Loss function, parameters and batch of two dense layers, in fp32."""
+def mlp(policy, key):
+    """Loss function, parameters, running mean and batch of two dense layers."""
     keys = jax.random.split(key, 4)
     params = {
         "first": 0.4 * jax.random.normal(keys[0], (6, 16)),
@@ -82,12 +82,16 @@ def mlp(key):
     }
 
     def loss_fn(params, model_state, batch, rng):
-        hidden = jnp.tanh(batch["x"] @ params["first"] + params["bias"][None])
-        logits = jax.nn.log_softmax(hidden @ params["last"])
-        picked = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)
-        return -picked.mean(), (model_state, {})
+        cast = policy.cast_to_compute
+        hidden = cast(batch["x"]) @ cast(params["first"]) + cast(params["bias"])[None]
+        logits = policy.cast_to_output(jnp.tanh(hidden) @ cast(params["last"]))
+        picked = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), batch["label"][:, None], axis=1
+        )
+        mean = 0.9 * model_state + 0.1 * policy.cast_to_output(hidden).mean(0)
+        return -picked.mean(), (mean, {})
 
-    return loss_fn, params, batch
+    return loss_fn, params, jnp.zeros(16), batch
 
 
 def linear(params, model_state, batch, rng):
@@ -99,12 +103,10 @@ def written(state):
     return state.params, state.opt_state, state.model_state, state.ema, state.step
 
 
-@pytest.mark.parametrize(
-    "optimizer", [optax.adamw(1e-3), optax.sgd(1e-2, momentum=0.9)]
-)
-def test_fp16_overflow_leaves_everything_bitwise_unchanged(key, optimizer):
+def test_fp16_overflow_leaves_everything_bitwise_unchanged(key):
     # F8 and pytorch#88474: others put back the parameters, yet not batch statistics.
     loss_fn, params, stats, batch = cnn(FP16, key)
+    optimizer = optax.adamw(1e-3)
     make = {"policy": FP16, "loss_scale": DynamicLossScale(initial=2.0**10)}
     state = TrainState.create(params, optimizer, model_state=stats, ema=True, **make)
     step = make_train_step(loss_fn, optimizer, ema_decay=0.9, donate=False, **make)
@@ -131,7 +133,7 @@ def test_fp16_overflow_leaves_everything_bitwise_unchanged(key, optimizer):
 def test_bad_batches_are_as_if_never_seen(key, bad, policy):
     # E06 and DeepSpeed#4512: an inf in bf16 or fp32 kills moments and weights as well.
     policy = Policy.parse(policy)
-    loss_fn, params, stats, batch = cnn(policy, key)
+    loss_fn, params, stats, batch = mlp(policy, key)
     optimizer = optax.adam(1e-2)
     scale = StaticLossScale(1.0)
     state = TrainState.create(
@@ -140,7 +142,7 @@ def test_bad_batches_are_as_if_never_seen(key, bad, policy):
     step = make_train_step(
         loss_fn, optimizer, policy=policy, loss_scale=scale, donate=False
     )
-    poisoned = batch | {"image": batch["image"].at[1, 2, 3, 0].set(bad)}
+    poisoned = batch | {"x": batch["x"].at[1, 2].set(bad)}
     clean, faulty = state, state
     for i in range(6):
         clean, _ = step(clean, batch)
@@ -153,53 +155,46 @@ def test_bad_batches_are_as_if_never_seen(key, bad, policy):
     assert int(faulty.loss_scale.total_skips) == 6
 
 
-class Schedule(LossScale):
-    """The scale 2**k with k given for each step."""
-
-    def __init__(self, exponents):
-        self.exponents = exponents
-
-    def init(self):
-        first = StaticLossScale(2.0 ** self.exponents[0])
-        return first.init()
-
-    def adjust(self, state, finite):
-        count = state.growth_count + 1
-        exponent = jnp.asarray(self.exponents)[count % len(self.exponents)]
-        scale = jnp.ldexp(jnp.float32(1.0), exponent)
-        counted = NoLossScale().adjust(state, finite)
-        return dataclasses.replace(counted, scale=scale, growth_count=count)
-
-
 @pytest.mark.parametrize("clip_norm, micro_batches", [(None, 1), (0.3, 2)])
 def test_any_power_of_two_schedule_leaves_fp32_bitwise_unchanged(
     key, clip_norm, micro_batches
 ):
-    loss_fn, params, batch = mlp(key)
+    loss_fn, params, stats, batch = mlp(FP32, key)
     optimizer = optax.adam(1e-2)
+    scale = DynamicLossScale(initial=1.0, min=2.0**-20, growth_interval=3)
+    first = TrainState.create(
+        params, optimizer, policy=FP32, loss_scale=scale, model_state=stats
+    )
+    step = make_train_step(
+        loss_fn,
+        optimizer,
+        policy=FP32,
+        loss_scale=scale,
+        clip_norm=clip_norm,
+        micro_batches=micro_batches,
+        donate=False,
+    )
     rng = np.random.default_rng(0)
-    ends = []
-    for scale in (
-        NoLossScale(),
-        StaticLossScale(2.0**15),
-        Schedule(tuple(int(k) for k in rng.integers(-20, 40, 100))),
-        DynamicLossScale(initial=1.0, min=2.0**-20, growth_interval=3),
-    ):
-        state = TrainState.create(params, optimizer, policy=FP32, loss_scale=scale)
-        step = make_train_step(
-            loss_fn,
-            optimizer,
-            policy=FP32,
-            loss_scale=scale,
-            clip_norm=clip_norm,
-            micro_batches=micro_batches,
-        )
-        for _ in range(100):
+    schedules = {
+        "none": [1.0] * 100,
+        "any": [2.0**k for k in rng.integers(-20, 40, 100)],
+        "its own": [None] * 100,
+    }
+    ends = {}
+    for name, scales in schedules.items():
+        state = first
+        for given in scales:
+            if given is not None:
+                loss_scale = dataclasses.replace(
+                    state.loss_scale, scale=jnp.asarray(given, jnp.float32)
+                )
+                state = dataclasses.replace(state, loss_scale=loss_scale)
             state, metrics = step(state, batch)
         assert int(state.step) == 100
-        ends.append((written(state), metrics["loss"], metrics["grad_norm"]))
-    for end in ends[1:]:
-        chex.assert_trees_all_equal(end, ends[0])
+        ends[name] = written(state), metrics["loss"], metrics["grad_norm"]
+    assert float(state.loss_scale.scale) == 2.0**24  # it did grow
+    chex.assert_trees_all_equal(ends["any"], ends["none"])
+    chex.assert_trees_all_equal(ends["its own"], ends["none"])
 
 
 def test_reports_the_unscaled_loss_whatever_the_scale():
@@ -297,28 +292,25 @@ def test_clip_after_unscale():
     assert float(metrics["grad_norm"]) == 0.5
 
 
-def counting_trace(loss_fn):
-    traces = []
-
-    @functools.wraps(loss_fn)
-    def counted(*args):
-        traces.append(1)
-        return loss_fn(*args)
-
-    return counted, traces
-
-
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_traced_once(key, policy):
+def test_traced_once(policy):
     # F2, J4: weakly typed scalars in the first state have others trace twice.
     policy = Policy.parse(policy)
-    loss_fn, params, stats, batch = cnn(policy, key)
-    loss_fn, traces = counting_trace(loss_fn)
+
+    def loss_fn(params, mean, batch, rng):
+        traces.append(1)
+        w = policy.cast_to_compute(params["w"])
+        y = policy.cast_to_output(w * policy.cast_to_compute(batch["x"]))
+        return y.mean(), (0.9 * mean + 0.1 * y.mean(), {"largest": y.max()})
+
+    traces = []
     optimizer = optax.adam(optax.linear_schedule(1e-3, 0.0, 10))
-    state = TrainState.create(params, optimizer, policy=policy, model_state=stats)
+    # Both weakly typed, as `jnp.full` and Python numbers are.
+    given, mean = {"w": jnp.full(3, 2.0)}, 0.0
+    state = TrainState.create(given, optimizer, policy=policy, model_state=mean)
     step = make_train_step(loss_fn, optimizer, policy=policy)
     for _ in range(4):
-        state, _ = step(state, batch)
+        state, _ = step(state, {"x": jnp.ones(3)})
     assert len(traces) == 1
     assert not any(x.weak_type for x in jax.tree.leaves(written(state)))
 
@@ -366,7 +358,9 @@ def test_state_shares_no_buffer_and_can_be_donated():
         optax.adagrad(1e-3),
         optax.contrib.muon(1e-3),
         optax.sgd(1e-3, momentum=0.9, nesterov=True),
-        optax.inject_hyperparams(optax.adam)(1e-3),
+        # Mixes an int32 count and a float in `init` already.
+        optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(1e-3, 9)),
+        optax.MultiSteps(optax.sgd(1e-3), 1).gradient_transformation(),
         optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-1e-3)),
         optax.noisy_sgd(1e-3, key=jax.random.key(0)),
     ],
@@ -430,8 +424,8 @@ def test_ema_is_kept_in_fp32():
     assert float(state.eval_params["w"]) == float(state.ema["w"])
 
 
-@pytest.mark.parametrize("leaf, dtype", [(1, jnp.bfloat16), (1, jnp.float32)])
-def test_micro_batches_are_summed_in_fp32(leaf, dtype):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_micro_batches_are_summed_in_fp32(dtype):
     # F04: 4096 ones in bf16 sum to 256; a mean of 1000 of 1.0 and 1.5 must be 1.25.
     optimizer = optax.sgd(1.0)
     state = TrainState.create({"w": jnp.float32(0.0)}, optimizer, policy=FP32)
@@ -499,6 +493,24 @@ def test_micro_batch_that_counts_nothing_leaves_no_trace():
     assert float(new.params["w"]) == 1.0 and float(metrics["loss"]) == 0.0
 
 
+def test_weight_that_is_nan_is_a_skip_and_a_negative_one_counts_nothing():
+    optimizer = optax.sgd(1.0)
+    state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
+    step = make_train_step(
+        linear,
+        optimizer,
+        policy=FP32,
+        micro_batches=2,
+        weight_fn=lambda b: b["count"].sum(),
+        donate=False,
+    )
+    batch = {"g": jnp.asarray([2.0, 3.0]), "count": jnp.asarray([1.0, jnp.nan])}
+    _, metrics = step(state, batch)
+    assert metrics["skipped"]
+    new, _ = step(state, batch | {"count": jnp.asarray([1.0, -1.0])})
+    assert float(new.params["w"]) == -1.0
+
+
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_overflow_in_one_micro_batch_skips_the_window_and_leaves_nothing(where):
     # F02, Paddle#67895: an accumulator keeps the inf, and no window is clean again.
@@ -516,12 +528,51 @@ def test_overflow_in_one_micro_batch_skips_the_window_and_leaves_nothing(where):
     chex.assert_trees_all_equal(written(again), written(once))
 
 
-def test_batch_that_does_not_divide_is_refused():
+@pytest.mark.parametrize("g", [jnp.ones(6), jnp.float32(1.0)])
+def test_batch_that_does_not_divide_is_refused(g):
     optimizer = optax.sgd(1.0)
     state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
     step = make_train_step(linear, optimizer, policy=FP32, micro_batches=4)
     with pytest.raises(ValueError, match=r"'g' must divide by micro_batches=4"):
-        step(state, {"g": jnp.ones(6)})
+        step(state, {"g": g})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"clip_norm": -1.0}, {"clip_norm": 0.0}, {"clip_norm": np.nan}]
+    + [{"ema_decay": 1.0}, {"ema_decay": -0.1}, {"micro_batches": 0}],
+)
+def test_option_out_of_its_range_is_refused(option):
+    # A bound of -1 would turn the gradient round.
+    with pytest.raises(ValueError, match=f"make_train_step: {[*option][0]} must be"):
+        make_train_step(linear, optax.sgd(1.0), policy=FP32, **option)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda w: w,
+        lambda w: (w, ()),
+        lambda w: (w, ((), None)),
+        lambda w: (w[None], ((), {})),
+    ],
+)
+def test_loss_function_of_another_form_is_refused(returned):
+    optimizer = optax.sgd(1.0)
+    state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
+    step = make_train_step(lambda p, *_: returned(p["w"]), optimizer, policy=FP32)
+    with pytest.raises(TypeError, match=r"must return \(loss, \(model_state, metrics"):
+        step(state, {})
+
+
+def test_weight_that_is_no_scalar_is_refused():
+    optimizer = optax.sgd(1.0)
+    state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
+    step = make_train_step(
+        linear, optimizer, policy=FP32, weight_fn=lambda batch: batch["g"]
+    )
+    with pytest.raises(ValueError, match="weight_fn must return a scalar"):
+        step(state, {"g": jnp.ones(2)})
 
 
 def test_nnx_model(key):
@@ -534,7 +585,12 @@ def test_nnx_model(key):
         def __call__(self, x):
             return self.last(self.norm(nnx.relu(self.first(x))))
 
-    graph, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+    def make():
+        return Net(nnx.Rngs(0))
+
+    graph, *_ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    # Under jit: op by op it would compile each of them.
+    params, rest = jax.jit(lambda: nnx.split(make(), nnx.Param, ...)[1:])()
 
     def loss_fn(params, rest, batch, rng):
         model = nnx.merge(graph, params, rest)
@@ -596,7 +652,9 @@ def test_dropout_differs_from_step_to_step_and_repeats_with_the_seed(key):
         state, metrics = step(state, {})
         draws.append(float(metrics["draw"]))
     assert len(set(draws)) == 3
-    again = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32, rng=3)
+    again = TrainState.create(
+        {"w": jnp.float32(1.0)}, optimizer, policy=FP32, rng=np.int64(3)
+    )
     assert float(step(again, {})[1]["draw"]) == draws[0]
 
 
@@ -626,6 +684,20 @@ def test_model_state_that_changes_its_dtype_is_refused():
     )
     step = make_train_step(loss_fn, optimizer, policy=FP32)
     with pytest.raises(TypeError, match=r"must stay float32\[2\]"):
+        step(state, {})
+
+
+def test_model_state_that_loses_a_leaf_is_refused_by_its_name():
+    def loss_fn(params, model_state, batch, rng):
+        return params["w"], ({"var": model_state["var"]}, {})
+
+    optimizer = optax.sgd(1.0)
+    stats = {"mean": jnp.ones(2), "var": jnp.ones(2)}
+    state = TrainState.create(
+        {"w": jnp.float32(1.0)}, optimizer, policy=FP32, model_state=stats
+    )
+    step = make_train_step(loss_fn, optimizer, policy=FP32)
+    with pytest.raises(TypeError, match="it lost mean"):
         step(state, {})
 
 

@@ -1,9 +1,12 @@
 """`opsnn train`, in process: what it leaves, exit codes, one line for a fault."""
 
 import json
+import re
 import runpy
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -11,6 +14,8 @@ from PIL import Image
 
 from opsnn_jax import cli
 from opsnn_jax.training import report, trainer
+from opsnn_jax.training.data import BatchStream
+from opsnn_jax.training.tasks import Task
 
 TINY_IMAGES = {
     "run": {"name": "images", "steps": 6, "report_every": 2},
@@ -33,6 +38,39 @@ def flax_promotion():
 
 
 @pytest.fixture
+def quick_compilation():
+    """For whole models, whose numbers other tests judge: half the time is XLA's."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def weights_only(monkeypatch):
+    """In place of a model three weights, whose loss the batch multiplies."""
+
+    def make_task(config):
+        def loss_fn(params, model_state, batch, rng):
+            loss = (params["w"] * batch["g"]).sum()
+            return loss, (model_state, {"accuracy": loss})
+
+        return Task(
+            params={"w": jnp.ones(3)},
+            model_state=(),
+            loss_fn=loss_fn,
+            batches=BatchStream(lambda k: {"g": np.full(3, weights_only.batch, "f4")}),
+            steps=config.run.steps,
+            counted="images",
+            count=1,
+            evaluate=lambda params, model_state: weights_only.evaluate(),
+        )
+
+    weights_only = types.SimpleNamespace(batch=1.0, evaluate=dict)
+    monkeypatch.setattr(trainer, "make_task", make_task)
+    return weights_only
+
+
+@pytest.fixture
 def run(tmp_path, capsys):
     """Runs the command; returns exit code, both outputs, and the folder of runs."""
 
@@ -47,12 +85,15 @@ def run(tmp_path, capsys):
     return run
 
 
-def test_images_twice(run):
+def test_images_twice(run, quick_compilation):
     code, out, err, runs = run(TINY_IMAGES)
     assert (code, err) == (0, "")
     folder = runs / "images-0"
     assert f"run folder: {folder}\n" in out and "test accuracy" in out
-    assert "step 6/6" in out and "images/s" in out
+    lines = [line for line in out.split("\n") if line.startswith("step ")]
+    assert "step 6/6" in lines[-1] and "scale 4096  skipped 0" in lines[-1]
+    # There is no speed before the first steps, which compile, are done.
+    assert "images/s" not in lines[0] and "images/s" in lines[-1]
     rows = report.read_metrics(folder / "metrics.jsonl")
     assert [row["attempted_steps"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "accuracy", "loss_scale", "grad_norm", "skipped"} <= rows[0].keys()
@@ -68,7 +109,7 @@ def test_images_twice(run):
     assert report.read_metrics(runs / "images-1" / "metrics.jsonl") == rows
 
 
-def test_text(run):
+def test_text(run, quick_compilation):
     code, out, err, runs = run(TINY_TEXT)
     assert (code, err) == (0, "")
     assert "bits per character" in out and "The model writes:" in out
@@ -100,18 +141,59 @@ def test_unwritable_run_folder_is_one_line_before_training(run, tmp_path, monkey
     assert "run.folder: cannot write to" in err and err.count("\n") == 1
 
 
-def test_endless_skips_stop_the_run_with_the_leaves(run):
-    # A weight decay beyond fp32 makes the second update infinite at every step.
-    options = ["--set", "optimization.stop_after_skips=4", "--set", "run.steps=50"]
-    config = TINY_IMAGES | {"optimizer": {"name": "sgd", "learning_rate": 1e38}}
-    code, _, err, runs = run(config, *options)
+@pytest.mark.parametrize(
+    "precision, batch, rate, says",
+    [
+        ("fp32", 1.0, 1e38, "a loss of -inf; the gradients are finite, yet"),
+        (
+            "fp32",
+            np.inf,
+            1e-3,
+            "a loss of inf; not finite: the gradients of w. No loss",
+        ),
+        ("mixed_fp16", np.nan, 1e-3, "loss scale 512 with a loss of nan; not finite"),
+        # Beyond fp32 once it is scaled: a smaller scale would help.
+        ("mixed_fp16", 1e37, 1e-3, "the gradients of w. Lower optimization.loss_scale"),
+    ],
+)
+def test_endless_skips_stop_the_run_with_the_reason(
+    run, weights_only, precision, batch, rate, says
+):
+    weights_only.batch = batch
+    config = TINY_IMAGES | {
+        "optimizer": {"name": "sgd", "learning_rate": rate, "schedule": "constant"},
+        "optimization": {"precision": precision, "stop_after_skips": 4},
+    }
+    if precision == "mixed_fp16":
+        config["optimization"]["loss_scale"] = {"initial": 4096, "min": 512}
+    code, _, err, runs = run(config, "--set", "run.steps=50")
     assert code == 1
     assert "steps in a row were skipped" in err and err.count("\n") == 1
+    assert says in err
+    assert "scale 1 " not in err
     rows = report.read_metrics(runs / "images-0" / "metrics.jsonl")
     assert rows[-1]["consecutive_skips"] >= 4
 
 
-def test_interrupt_keeps_what_was_done(run, monkeypatch):
+def test_interrupt_after_the_training_is_one_line(run, weights_only):
+    def evaluate():
+        raise KeyboardInterrupt
+
+    weights_only.evaluate = evaluate
+    code, _, err, runs = run(TINY_IMAGES)
+    assert (code, err) == (130, "opsnn train: interrupted.\n")
+    assert len(report.read_metrics(runs / "images-0" / "metrics.jsonl")) == 6
+
+
+def test_numbers_are_shown_in_full(run, weights_only):
+    weights_only.evaluate = lambda: {"test accuracy": 0.98764}
+    _, out, _, _ = run(TINY_IMAGES, "--set", "optimization.loss_scale=16777216")
+    assert "scale 16777216  skipped" in out
+    assert re.search("test accuracy +│ 0.9876 ", out)
+    assert re.search("loss scale +│ 16777216 ", out)
+
+
+def test_interrupt_keeps_what_was_done(run, monkeypatch, weights_only):
     drawn = []
     real = trainer.Prefetch.__next__
 
@@ -154,9 +236,25 @@ def test_wrong_command_line_is_exit_code_2(argv, capsys):
     capsys.readouterr()
 
 
-def test_plain_script_learns_and_recovers_from_overflow(request, capsys):
-    script = runpy.run_path(str(request.config.rootpath / "examples/plain_script.py"))
-    loss, skipped = script["main"](steps=150)
-    assert loss < 0.2
+@pytest.mark.parametrize(
+    "option, says",
+    [
+        ("model.prompt=\u4e2d", "model.prompt: must use characters of the text; got"),
+        ("data.test_share=1e-6", "sequence_length must be below the 0 characters"),
+    ],
+)
+def test_text_that_does_not_fit_is_refused_before_training(run, option, says):
+    code, _, err, _ = run(TINY_TEXT, "--set", option)
+    assert code == 2
+    assert says in err and err.count("\n") == 1
+
+
+def test_plain_script_learns_and_recovers_from_overflow(
+    request, capsys, quick_compilation
+):
+    path = request.config.rootpath / "examples" / "plain_script.py"
+    assert len(path.read_text().splitlines()) < 80
+    accuracy, skipped = runpy.run_path(str(path))["main"](steps=60)
+    assert accuracy > 0.8
     assert skipped > 0
     capsys.readouterr()
