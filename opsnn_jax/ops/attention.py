@@ -32,6 +32,7 @@ from opsnn_jax.dispatch import (
     Table,
     align_varying,
     deferred,
+    partitioned,
 )
 from opsnn_jax.kernels.attention import reference, xla
 from opsnn_jax.kernels.attention.mask import Band
@@ -114,8 +115,18 @@ def flash_attention(
         shape = (spec.batch, spec.q_len, spec.heads, spec.v_dim)
         return align_varying(operands.q, jnp.zeros(shape, spec.dtype))[1]
     if implementation == "reference":
-        return reference.attend(spec, *operands.arrays())[0]
-    return _attend(TABLE.choose(implementation, spec), operands)
+
+        def run(*operands):
+            return reference.attend(spec, *_Operands(*operands).arrays())[0]
+
+    else:
+        choice = TABLE.choose(implementation, spec)
+
+        def run(*operands):
+            return _attend(choice, _Operands(*operands))
+
+    # Of the result's (B, T, N, Hv) the first three are q's, the last is v's.
+    return partitioned(run, *operands, dims=[(0, 0), (0, 1), (0, 2), (2, 3)])
 
 
 class _Operands(NamedTuple):

@@ -27,6 +27,7 @@ from opsnn_jax.dispatch import (
     Table,
     align_varying,
     deferred,
+    partitioned,
 )
 from opsnn_jax.kernels.conv import direct
 from opsnn_jax.kernels.conv.spec import ConvSpec
@@ -127,7 +128,11 @@ def _conv_of_rank(
     if implementation == "reference":
         return _reference(spec, x, w, b)
     x, w, b = align_varying(x, w, b)
-    return _conv(_TABLE.choose(implementation, spec), x, w, b)
+    choice = _TABLE.choose(implementation, spec)
+    batch_and_outputs = [(0, 0), *[None] * spec.rank, (1, spec.rank + 1)]
+    return partitioned(
+        functools.partial(_conv, choice), x, w, b, dims=batch_and_outputs
+    )
 
 
 # Validation: everything a caller can get wrong is found here, once.

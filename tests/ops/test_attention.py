@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from opsnn_jax.ops.attention import flash_attention
 
@@ -540,6 +541,20 @@ def test_shard_map_sums_the_gradients_of_what_is_replicated():
         text=True,
     )
     assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_gradients_keep_explicit_shardings(key, implementation):
+    # The axes of jax.make_mesh are explicit: shardings are part of the types.
+    q, k, v, _ = make(key, 4, 3, 5, 2, 1, 4)
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=4)
+    want = jax.device_get(gradient(q, k, v, None, None))
+    with jax.set_mesh(jax.make_mesh((4,), ("d",))):
+        sharded = [jax.device_put(x, P("d")) for x in (q, k, v)]
+        got = gradient(*sharded, None, implementation)
+    assert all(g.sharding.spec == P("d", None, None, None) for g in got)
+    check_close(jax.device_get(got), want)
 
 
 # Errors.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from opsnn_jax import conv, conv1d, conv2d, conv3d
 from opsnn_jax.kernels.winograd.transforms import transform
@@ -285,6 +286,44 @@ def test_remat_and_scan_with_a_half_precision_carry(key):
     plain = jax.grad(loss)(w, lambda f: f)
     assert plain.dtype == jnp.bfloat16
     chex.assert_trees_all_equal(plain, jax.grad(loss)(w, jax.checkpoint))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_vmap_over_nothing(implementation, key):
+    x, w = draw(key, (1, 4, 4, 2), (3, 3, 2, 2), "float32", bias=False)
+    f = functools.partial(conv2d, implementation=implementation)
+    assert jax.vmap(f, (None, 0))(x, w[None][:0]).shape == (0, 1, 4, 4, 2)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_gradients_keep_explicit_shardings(key):
+    # The axes of jax.make_mesh are explicit: shardings are part of the types.
+    arrays = draw(key, (4, 5, 3, 2), (3, 3, 2, 4), "float32")
+
+    def loss(*a):
+        return jnp.sum(conv2d(*a) ** 2)
+
+    specs = P("d"), P(None, None, None, "d"), P()
+    with jax.set_mesh(jax.make_mesh((4,), ("d",))):
+        sharded = [jax.device_put(a, s) for a, s in zip(arrays, specs, strict=True)]
+        got = jax.jit(jax.grad(loss, (0, 1, 2)))(*sharded)
+        y = jax.eval_shape(conv2d, *sharded)
+    assert y.sharding.spec == P("d", None, None, None)
+    for g, a in zip(got, sharded, strict=True):
+        assert g.sharding.is_equivalent_to(a.sharding, a.ndim)
+    expected = jax.grad(loss, (0, 1, 2))(*arrays)
+    chex.assert_trees_all_close(
+        jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_the_tpu_kernel_lowers_in_shard_map():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = functools.partial(conv2d, implementation="pallas_tpu")
+    f = jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w)), (0, 1)))
+    lowered = gradient.trace(X, W).lower(lowering_platforms=("tpu",))
+    assert "winograd_weight_gradient" in lowered.as_text()
 
 
 def test_forward_mode_works_in_the_reference(key):
