@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # The CPU is the one machine everyone has; unset JAX_PLATFORMS="" to use another.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help train train-text test test-short test-slow test-aot lint format clean
+.PHONY: help train train-text test test-short test-slow test-aot test-torch lint format clean
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -28,6 +28,10 @@ $(VENV)/.aot: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[aot,test]'
 	@touch $@ $(VENV)/.test $(VENV)/.train
 
+$(VENV)/.torch: pyproject.toml | $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@touch $@
+
 train: $(VENV)/.train       ## train a ResNet on MNIST digits in mixed float16
 	$(BIN)/opsnn train examples/mnist.yaml
 
@@ -46,6 +50,9 @@ test-slow: $(VENV)/.test    ## run the long tests
 
 test-aot: $(VENV)/.aot      ## compile the kernels for absent TPUs and GPUs
 	$(PYTEST) -m aot tests
+
+test-torch: $(VENV)/.torch  ## compare the ops with PyTorch
+	$(PYTEST) tests/check/test_frameworks.py
 
 lint: $(VENV)/.test         ## check style
 	$(BIN)/ruff check .

@@ -264,7 +264,7 @@ ptxas info    : Used 12 registers, used 0 barriers
 
 def test_importing_the_package_imports_nothing_heavy():
     code = (
-        "import sys; before = set(sys.modules); import opsnn_jax.aot; "
+        "import sys, jax; before = set(sys.modules); import opsnn_jax.aot; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(new & {'libtpu', 'cloudpickle', 'rich', 'subprocess', 'flax'})"
     )

@@ -42,9 +42,6 @@ def winograd_bound(m, dtype):
     }
 
 
-IMPLEMENTATIONS = ("direct", "winograd", "pallas_tpu")
-
-
 def draw(key, x_shape, w_shape, dtype, bias=True):
     kx, kw, kb = jax.random.split(key, 3)
     x = jax.random.normal(kx, x_shape, jnp.float32)
@@ -114,8 +111,7 @@ def test_half_precision_rounds_once(implementation, dtype, key):
 @pytest.mark.parametrize(
     ("dtype", "x", "w", "padding"),
     [
-        ("float32", (2, 7, 9, 3), (3, 3, 3, 5), "SAME"),
-        ("float32", (1, 11, 5, 130), (3, 3, 130, 2), ((-1, 3), (3, 0))),
+        ("float32", (2, 11, 5, 130), (3, 3, 130, 2), ((-1, 3), (3, 0))),
         ("bfloat16", (1, 5, 6, 8), (3, 3, 8, 130), "VALID"),
     ],
 )
@@ -450,11 +446,13 @@ def test_one_compilation_for_equal_calls(key):
 
 def test_fp32_stays_fp32_under_x64(key):
     x, w, b = draw(key, (1, 6, 6, 2), (3, 3, 2, 2), "float32")
-    for implementation in IMPLEMENTATIONS:
+    for implementation in ("direct", "winograd"):
         f = functools.partial(conv2d, implementation=implementation)
         with jax.enable_x64(True):
             got = value_and_vjp(f, (x, w, b), jnp.ones((1, 6, 6, 2), "float32"))
         assert {g.dtype.name for g in got} == {"float32"}
+    with jax.enable_x64(True):  # forward only: interpreting takes its time
+        assert conv2d(x, w, b, implementation="pallas_tpu").dtype == jnp.float32
 
 
 def test_same_bits_every_time(key):
