@@ -144,19 +144,21 @@ class Table:
         return ("reference", *self.implementations)
 
     def check(self, requested: Requested) -> None:
-        """Raises ValueError for a name that is not in the table."""
+        """Raises ValueError for anything but names in the table, in a list or tuple."""
         if requested is None:
             return
-        names = (requested,) if isinstance(requested, str) else tuple(requested)
-        unknown = [n for n in names if n not in self.names]
-        if unknown or not names:
+        if isinstance(requested, list | tuple):
+            unknown = [n for n in requested if n not in self.names]
+        else:
+            unknown = [requested] if requested not in self.names else []
+        if unknown or not requested:
             given = repr(unknown[0]) if unknown else "an empty sequence"
             raise ValueError(
                 f"{self.op}: implementation must be None, one of "
                 f"{', '.join(map(repr, self.names))}, or a sequence of them; "
                 f"got {given}."
             )
-        if "reference" in names and not isinstance(requested, str):
+        if "reference" in requested and not isinstance(requested, str):
             raise ValueError(
                 f"{self.op}: 'reference' does everything everywhere, so it is no part "
                 "of an order of preference. Pass implementation='reference' alone."

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_passes import check_passes
+from jax.sharding import PartitionSpec as P
 
 from opsnn_jax.kernels.attention import tpu
 from opsnn_jax.kernels.attention.mask import Band
