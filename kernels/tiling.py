@@ -2,6 +2,10 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 # A TPU vector register holds 8 sublanes of 128 lanes of 32 bits.
 SUBLANES = 8
 LANES = 128
@@ -16,14 +20,18 @@ def round_up(size: int, multiple: int) -> int:
     return ceil_div(size, multiple) * multiple
 
 
-def largest_divisor(size: int, at_most: int) -> int:
-    """The largest divisor of `size` up to `at_most`; at least 1."""
-    return max(d for d in range(1, max(1, min(size, at_most)) + 1) if size % d == 0)
-
-
 def padded_bytes(shape: tuple[int, ...], itemsize: int) -> int:
     """Bytes of an array in TPU vector memory, its last two dimensions tiled."""
     *major, rows, lanes = (1, 1, *shape)
     packing = 4 // itemsize
     rows = round_up(rows, SUBLANES * packing)
     return math.prod(major) * rows * round_up(lanes, LANES) * itemsize
+
+
+def result_type(shape: tuple[int, ...], dtype: DTypeLike) -> jax.core.ShapedArray:
+    """What `pallas_call` takes as `out_shape`, also where `jax.shard_map` checks types.
+
+    Of a ShapeDtypeStruct it demands there over which mesh axes the result varies. That
+    plays no part any more where kernels are traced: the code of one shard is lowered.
+    """
+    return jax.core.ShapedArray(shape, jnp.dtype(dtype))

@@ -82,7 +82,7 @@ class Pass:
     spec: Hashable
     by_platform: tuple[tuple[str, Implementation], ...]
     refused: tuple[tuple[str, str], ...]  # platform -> why nothing runs there
-    plain: Callable  # the same pass as plain JAX, for its derivatives
+    plain: Callable  # the same pass as plain JAX
 
     def on(self, platform: str) -> Callable:
         """The function of the arrays that runs on `platform`."""
@@ -94,11 +94,8 @@ class Pass:
             run = functools.partial(run, interpret=platform not in chosen.platforms)
         return run
 
-    def anywhere(self) -> Callable:
-        """The function for some platform: all agree on shapes and dtypes."""
-        return self.on(self.by_platform[0][0])
-
-    def derivative(self) -> Callable:
+    def as_plain(self) -> Callable:
+        """The same function in plain JAX: for its derivatives, shapes and dtypes."""
         return functools.partial(self.plain, self.spec)
 
     def __call__(self, *arrays: jax.Array):
@@ -147,19 +144,21 @@ class Table:
         return ("reference", *self.implementations)
 
     def check(self, requested: Requested) -> None:
-        """Raises ValueError for a name that is not in the table."""
+        """Raises ValueError for anything but names in the table, in a list or tuple."""
         if requested is None:
             return
-        names = (requested,) if isinstance(requested, str) else tuple(requested)
-        unknown = [n for n in names if n not in self.names]
-        if unknown or not names:
+        if isinstance(requested, list | tuple):
+            unknown = [n for n in requested if n not in self.names]
+        else:
+            unknown = [requested] if requested not in self.names else []
+        if unknown or not requested:
             given = repr(unknown[0]) if unknown else "an empty sequence"
             raise ValueError(
                 f"{self.op}: implementation must be None, one of "
                 f"{', '.join(map(repr, self.names))}, or a sequence of them; "
                 f"got {given}."
             )
-        if "reference" in names and not isinstance(requested, str):
+        if "reference" in requested and not isinstance(requested, str):
             raise ValueError(
                 f"{self.op}: 'reference' does everything everywhere, so it is no part "
                 "of an order of preference. Pass implementation='reference' alone."
@@ -237,6 +236,33 @@ def align_varying(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
     )
 
 
+def partitioned(f: Callable, *arrays: jax.Array | None, dims: Sequence[tuple]):
+    """Calls `f(*arrays)`, whose result is one array, on a mesh with explicit axes.
+
+    There shardings are part of the types, and the passes know none: XLA partitions
+    them. The result is sharded as the dimensions are that it shares with the inputs.
+    The cotangents get the shardings of their primals. Without such axes it is `f`.
+
+    Args:
+      f: the function.
+      arrays: its arguments.
+      dims: for each dimension of the result, the (array, dimension) whose sharding it
+        takes, or None.
+    """
+    shardings = [None if a is None else jax.typeof(a).sharding for a in arrays]
+    meshes = [s.mesh for s in shardings if s is not None and s.mesh.explicit_axes]
+    if not meshes:
+        return f(*arrays)
+    spec, used = [], set()
+    for place in dims:
+        entry = None if place is None else shardings[place[0]].spec[place[1]]
+        axes = set(entry) if isinstance(entry, tuple) else {entry} - {None}
+        spec.append(None if axes & used else entry)
+        used |= axes
+    out = NamedSharding(meshes[0], PartitionSpec(*spec))
+    return jax.sharding.auto_axes(f, out_sharding=out)(*arrays)
+
+
 # The primitive. Its one parameter `run` is a `Pass` or a `_Batched` pass.
 
 _platform_p = Primitive("opsnn_pass")
@@ -253,11 +279,8 @@ class _Batched:
     def on(self, platform):
         return jax.vmap(self.inner.on(platform), self.in_axes)
 
-    def anywhere(self):
-        return jax.vmap(self.inner.anywhere(), self.in_axes)
-
-    def derivative(self):
-        return jax.vmap(self.inner.derivative(), self.in_axes)
+    def as_plain(self):
+        return jax.vmap(self.inner.as_plain(), self.in_axes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -272,7 +295,8 @@ def _run_eagerly(*arrays, run):
 
 @functools.lru_cache(maxsize=4096)
 def _out_shapes(run, *specs):
-    return jax.tree.leaves(jax.eval_shape(run.anywhere(), *specs))
+    # Of the plain form: Pallas refuses to be traced in shard_map without its types.
+    return jax.tree.leaves(jax.eval_shape(run.as_plain(), *specs))
 
 
 @_platform_p.def_abstract_eval
@@ -310,7 +334,14 @@ for _platform in PLATFORMS:
 
 def _batch(arrays, axes, *, run):
     # An axis that is not mapped is None, here as in the public form of vmap.
-    outs = _platform_p.bind(*arrays, run=_Batched(run, tuple(axes)))
+    mapped = _Batched(run, tuple(axes))
+    if any(
+        d is not None and a.shape[d] == 0 for a, d in zip(arrays, axes, strict=True)
+    ):
+        # No kernel has an empty grid.
+        outs = jax.tree.leaves(mapped.as_plain()(*arrays))
+    else:
+        outs = _platform_p.bind(*arrays, run=mapped)
     return outs, [0] * len(outs)
 
 
@@ -320,7 +351,7 @@ batching.primitive_batchers[_platform_p] = _batch
 def _jvp(primals, tangents, *, run):
     # Reached by derivatives of a backward pass: the op itself has its own rule.
     def leaves(*arrays):
-        return jax.tree.leaves(run.derivative()(*arrays))
+        return jax.tree.leaves(run.as_plain()(*arrays))
 
     tangents = [ad.instantiate_zeros(t) for t in tangents]
     return jax.jvp(leaves, primals, tuple(tangents))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..dtypes import accumulate_dtype
 from .mask import Band
 
 
@@ -23,7 +24,7 @@ class AttentionSpec:
 
     out and dout are (B, T, N, Hv) of `dtype`, lse and delta (B, N, T) of `acc_dtype`.
     `delta` is the inner product of a row of out with its cotangent. Gradients have the
-    shapes and dtypes of their primals. No size is 0.
+    shapes and dtypes of their primals. No size but H is 0.
     """
 
     batch: int  # B
@@ -48,7 +49,7 @@ class AttentionSpec:
     @property
     def acc_dtype(self) -> np.dtype:
         """The dtype of scores, statistics and sums: float32, or float64 for that."""
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return accumulate_dtype(self.dtype)
 
     def split(
         self, extra: tuple[jax.Array, ...]

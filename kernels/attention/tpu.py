@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..tiling import LANES, result_type
 from .spec import AttentionSpec
 
 # At most this many queries and keys in a tile. Large tiles keep the matrix unit busy
@@ -34,7 +35,6 @@ BLOCK = (512, 1024)
 # heads get smaller tiles.
 _HEAD_BYTES = 512
 
-_LANES = 128
 _LOG2_E = math.log2(math.e)
 
 
@@ -44,7 +44,7 @@ def refuses(spec: AttentionSpec) -> str | None:
         return f"takes float32 and bfloat16, not {spec.dtype}"
     if spec.qk_dim == 0:
         return "takes no heads of size 0"
-    if _shrinkage(spec) > BLOCK[0] // _LANES:
+    if _shrinkage(spec) > BLOCK[0] // LANES:
         return f"takes no heads of {max(spec.qk_dim, spec.v_dim)} features"
     if spec.bias_shape is not None:
         return "takes no bias"
@@ -78,13 +78,13 @@ def fwd(
         ],
         out_specs=[_block(bq, spec.v_dim, rows), _block(1, bq, stats)],
         out_shape=[
-            jax.ShapeDtypeStruct(_rows_shape(spec, spec.v_dim), spec.dtype),
-            jax.ShapeDtypeStruct(_stats_shape(spec), jnp.float32),
+            result_type(_rows_shape(spec, spec.v_dim), spec.dtype),
+            result_type(_stats_shape(spec), jnp.float32),
         ],
         scratch_shapes=[
             pltpu.VMEM((bq, spec.qk_dim), spec.dtype),
-            pltpu.VMEM((bq, _LANES), jnp.float32),
-            pltpu.VMEM((bq, _LANES), jnp.float32),
+            pltpu.VMEM((bq, LANES), jnp.float32),
+            pltpu.VMEM((bq, LANES), jnp.float32),
             pltpu.VMEM((bq, spec.v_dim), jnp.float32),
         ],
         compiler_params=_params(),
@@ -175,11 +175,11 @@ def _bwd_dq(spec, block, arrays, interpret):
             _block(1, bq, stats),
         ],
         out_specs=_block(bq, spec.qk_dim, rows),
-        out_shape=jax.ShapeDtypeStruct(_rows_shape(spec, spec.qk_dim), spec.dtype),
+        out_shape=result_type(_rows_shape(spec, spec.qk_dim), spec.dtype),
         scratch_shapes=[
             pltpu.VMEM((bq, spec.qk_dim), spec.dtype),
-            pltpu.VMEM((bq, _LANES), jnp.float32),
-            pltpu.VMEM((bq, _LANES), jnp.float32),
+            pltpu.VMEM((bq, LANES), jnp.float32),
+            pltpu.VMEM((bq, LANES), jnp.float32),
             pltpu.VMEM((bq, spec.qk_dim), jnp.float32),
         ],
         compiler_params=_params(),
@@ -210,7 +210,7 @@ def _bwd_dq_kernel(
     def _start():
         q_scr[...] = _in_log2(spec, q_ref[...])
         for scr, ref in ((lse_scr, lse_ref), (delta_scr, delta_ref)):
-            scr[...] = jnp.broadcast_to(ref[...], (_LANES, block[0])).T
+            scr[...] = jnp.broadcast_to(ref[...], (LANES, block[0])).T
         acc_scr[...] = jnp.zeros_like(acc_scr)
 
     def tile(partial):
@@ -263,9 +263,7 @@ def _bwd_dkv(spec, block, arrays, interpret):
             _block(1, bq, stats),
         ],
         out_specs=[_block(bk, spec.qk_dim, keys), _block(bk, spec.v_dim, keys)],
-        out_shape=[
-            jax.ShapeDtypeStruct(x.shape, spec.dtype) for x in (arrays[1], arrays[2])
-        ],
+        out_shape=[result_type(x.shape, spec.dtype) for x in (arrays[1], arrays[2])],
         scratch_shapes=[
             pltpu.VMEM((bk, spec.qk_dim), jnp.float32),
             pltpu.VMEM((bk, spec.v_dim), jnp.float32),
@@ -424,7 +422,7 @@ def _dot(spec, a, b, contract):
 def _fit(spec, limit):
     """Sizes of a block: at most `limit`, and whole vector registers of lanes."""
     return tuple(
-        _LANES * min(most // _shrinkage(spec) // _LANES, pl.cdiv(length, _LANES))
+        LANES * min(most // _shrinkage(spec) // LANES, pl.cdiv(length, LANES))
         for most, length in zip(limit, (spec.q_len, spec.kv_len), strict=True)
     )
 

@@ -4,7 +4,6 @@ Layout: x is (N, *spatial, C), w is (*kernel, C / groups, O), y is (N, *out, O).
 The operation is the cross-correlation of deep learning: the filter is not flipped.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -62,11 +61,6 @@ class ConvSpec:
     @property
     def y_shape(self) -> tuple[int, ...]:
         return (self.x_shape[0], *self.out_spatial, self.w_shape[-1])
-
-    @property
-    def macs(self) -> int:
-        """Multiply-adds of the direct form, for one pass."""
-        return math.prod(self.y_shape) * math.prod(self.w_shape[:-1])
 
     @property
     def accumulate_dtype(self) -> jnp.dtype:

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..conv.spec import ConvSpec, empty_sum
-from ..tiling import LANES, SUBLANES, ceil_div, padded_bytes, round_up
+from ..tiling import LANES, SUBLANES, ceil_div, padded_bytes, result_type, round_up
 from . import xla
 from .transforms import Transform, transform
 
@@ -101,7 +101,7 @@ def weight_gradient(
         out_specs=pl.BlockSpec(
             (t.n * t.n, padded_c, block_o), lambda o, n, h: (0, 0, o)
         ),
-        out_shape=jax.ShapeDtypeStruct((t.n * t.n, padded_c, padded_o), jnp.float32),
+        out_shape=result_type((t.n * t.n, padded_c, padded_o), jnp.float32),
         scratch_shapes=[
             pltpu.VMEM((rows + 1, *x.shape[2:]), jnp.float32),
             _by_lane_tiles(rows, x.shape[3], padded_c),
@@ -142,7 +142,7 @@ def _correlate(spec, x, w, b, pads, out_spatial, interpret):
         out_specs=pl.BlockSpec(
             (1, t.m * rows, out_spatial[1], block_o), lambda o, n, h: (n, h, 0, o)
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, *out_spatial, outputs), x.dtype),
+        out_shape=result_type((batch, *out_spatial, outputs), x.dtype),
         scratch_shapes=[
             pltpu.VMEM((rows + 1, *x.shape[2:]), jnp.float32),
             _by_lane_tiles(rows, x.shape[3], x.shape[-1]),
@@ -413,7 +413,7 @@ def _map_frequencies(matrix, x, dtype, interpret):
         grid=(ceil_div(channels, block_c), ceil_div(outputs, block_o)),
         in_specs=[pl.BlockSpec((c * c, block_c, block_o), lambda i, o: (0, i, o))],
         out_specs=pl.BlockSpec((r * r, block_c, block_o), lambda i, o: (0, i, o)),
-        out_shape=jax.ShapeDtypeStruct((r * r, channels, outputs), dtype),
+        out_shape=result_type((r * r, channels, outputs), dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel")
         ),

@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from opsnn_jax.dispatch import Requested
+from opsnn_jax.ops.arguments import DTYPES
 from opsnn_jax.ops.attention import flash_attention
-
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def can_attend(query: jax.Array, key: jax.Array, value: jax.Array, precision) -> bool:
     """Whether `attend` takes these; flax takes more dtypes and kinds of precision."""
     return (
         query.dtype == key.dtype == value.dtype
-        and query.dtype.name in _DTYPES
+        and query.dtype.name in DTYPES
         and (precision is None or isinstance(precision, str | jax.lax.Precision))
     )
 

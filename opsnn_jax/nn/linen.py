@@ -1,9 +1,9 @@
 """Layers for flax.linen: flax's own, computed by the ops of this library.
 
 Parameters, names, shapes, initialisation, defaults and results are flax's, so a
-checkpoint loads and a model switches over by changing its import:
+checkpoint loads, and a model switches over layer by layer, `ops_nn.Conv` for `nn.Conv`:
 
-    from opsnn_jax.nn import linen as nn
+    from opsnn_jax.nn import linen as ops_nn
 """
 
 from collections.abc import Callable

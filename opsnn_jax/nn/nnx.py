@@ -1,7 +1,8 @@
 """Layers for flax.nnx: flax's own, computed by the ops of this library.
 
 Parameters, names, shapes, initialisation, defaults and results are flax's, so a
-checkpoint loads and a model switches over by changing its import:
+checkpoint loads, and a model switches over layer by layer, `ops_nnx.Conv` for
+`nnx.Conv`:
 
     from opsnn_jax.nn import nnx as ops_nnx
 """

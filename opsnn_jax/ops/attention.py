@@ -32,12 +32,15 @@ from opsnn_jax.dispatch import (
     Table,
     align_varying,
     deferred,
+    partitioned,
 )
 from opsnn_jax.kernels.attention import reference, xla
 from opsnn_jax.kernels.attention.mask import Band
 from opsnn_jax.kernels.attention.spec import AttentionSpec
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+from .arguments import as_array, as_float_array, as_precision
+
+_OP = "flash_attention"
 
 
 def flash_attention(
@@ -114,8 +117,18 @@ def flash_attention(
         shape = (spec.batch, spec.q_len, spec.heads, spec.v_dim)
         return align_varying(operands.q, jnp.zeros(shape, spec.dtype))[1]
     if implementation == "reference":
-        return reference.attend(spec, *operands.arrays())[0]
-    return _attend(TABLE.choose(implementation, spec), operands)
+
+        def run(*operands):
+            return reference.attend(spec, *_Operands(*operands).arrays())[0]
+
+    else:
+        choice = TABLE.choose(implementation, spec)
+
+        def run(*operands):
+            return _attend(choice, _Operands(*operands))
+
+    # Of the result's (B, T, N, Hv) the first three are q's, the last is v's.
+    return partitioned(run, *operands, dims=[(0, 0), (0, 1), (0, 2), (2, 3)])
 
 
 class _Operands(NamedTuple):
@@ -174,19 +187,18 @@ _PALLAS_TPU = Implementation(
     pallas=True,
 )
 
-TABLE = Table("flash_attention", (_PALLAS_TPU, _XLA), _order, plain=_XLA)
+TABLE = Table(_OP, (_PALLAS_TPU, _XLA), _order, plain=_XLA)
 
 
 def _canonicalize(q, k, v, bias, mask, *, scale, is_causal, precision):
     """Checks every argument; gives the spec, and operands with bias and mask 4-D."""
+    q, k, v = (as_float_array(_OP, n, x) for n, x in (("q", q), ("k", k), ("v", v)))
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_array(name, x)
         if x.ndim != 4:
             raise ValueError(
                 f"flash_attention: {name} must have 4 axes (batch, length, heads, "
                 f"features); got {x.shape}. Reshape it, or map over it with jax.vmap."
             )
-        _check_float(name, x)
         if x.dtype != q.dtype:
             raise TypeError(
                 f"flash_attention: q, k and v must have one dtype; got {q.dtype}, "
@@ -212,11 +224,10 @@ def _canonicalize(q, k, v, bias, mask, *, scale, is_causal, precision):
         )
     scores = (batch, heads, q_len, kv_len)
     if bias is not None:
-        _check_array("bias", bias)
-        _check_float("bias", bias)
+        bias = as_float_array(_OP, "bias", bias)
         bias = _as_scores("bias", bias, scores)
     if mask is not None:
-        _check_array("mask", mask)
+        mask = as_array(_OP, "mask", mask)
         if mask.dtype != bool:
             raise TypeError(
                 f"flash_attention: mask must be boolean; got {mask.dtype}. Pass "
@@ -234,32 +245,11 @@ def _canonicalize(q, k, v, bias, mask, *, scale, is_causal, precision):
         dtype=jnp.dtype(q.dtype),
         scale=_static_scale(scale, qk_dim),
         band=_band(is_causal),
-        precision=_static_precision(precision),
+        precision=as_precision(_OP, precision),
         bias_shape=None if bias is None else bias.shape,
         mask_shape=None if mask is None else mask.shape,
     )
     return spec, _Operands(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), bias, mask)
-
-
-def _check_array(name, x):
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(
-            f"flash_attention: {name} must be an array; got {type(x).__name__}. Pass a "
-            "jax.Array or numpy.ndarray."
-        )
-
-
-def _check_float(name, x):
-    if x.dtype.name not in _DTYPES:
-        raise TypeError(
-            f"flash_attention: {name} must be of {', '.join(_DTYPES)}; got {x.dtype}. "
-            "Cast it."
-        )
-    if x.dtype == np.float64 and not jax.config.jax_enable_x64:
-        raise TypeError(
-            f"flash_attention: {name} is float64, which JAX has only with "
-            "jax_enable_x64. Cast it to float32, or set that option."
-        )
 
 
 def _as_scores(name, x, scores):
@@ -294,17 +284,3 @@ def _band(is_causal):
             f"{type(is_causal).__name__}. Pass what varies as mask."
         )
     return Band(upper=0) if is_causal else Band()
-
-
-def _static_precision(precision):
-    if precision is None or isinstance(precision, lax.Precision):
-        return precision
-    if isinstance(precision, str):
-        try:
-            return lax.Precision(precision)
-        except ValueError:
-            pass
-    raise ValueError(
-        "flash_attention: precision must be None, 'default', 'high', 'highest' or a "
-        f"jax.lax.Precision; got {precision!r}."
-    )

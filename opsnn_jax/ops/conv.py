@@ -9,10 +9,8 @@ Gradients, with dy the cotangent of y:
 Saved for backward: x and w. Channels are last: x (N, *S, C), w (*K, C / groups, O).
 """
 
-import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,13 +25,15 @@ from opsnn_jax.dispatch import (
     Table,
     align_varying,
     deferred,
+    partitioned,
 )
 from opsnn_jax.kernels.conv import direct
 from opsnn_jax.kernels.conv.spec import ConvSpec
 from opsnn_jax.kernels.dtypes import accumulate_dtype
 from opsnn_jax.kernels.winograd import xla as winograd
 
-Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
+from .arguments import as_float_array
+from .conv_arguments import Padding, validate
 
 
 def conv(
@@ -55,12 +55,13 @@ def conv(
       w: `(*K, C / groups, O)`, of x's dtype.
       b: `(O,)` of x's dtype, added before the result is rounded.
       strides: one positive int for all dimensions, or one for each.
-      padding: "SAME", "VALID", "CAUSAL" (one dimension only), an int for both ends of
-        all dimensions, or for each dimension an int or a (low, high) pair. A negative
-        number crops.
+      padding: "SAME", "SAME_LOWER", "VALID", "CAUSAL" (one dimension only), an int for
+        both ends of all dimensions, or for each dimension an int or a (low, high) pair.
+        A negative number crops.
       dilation: of the filter; as `strides`.
       groups: divides C and O; each group of O / groups outputs sees C / groups inputs.
-      precision: of fp32 products on hardware that has several, as in `jax.lax`.
+      precision: of fp32 products on hardware that has several, as in `jax.lax`. The
+        Winograd forms always take the highest.
       implementation: None chooses for each platform; "direct" is XLA's convolution;
         "winograd" is F(4, 3) in plain XLA; "pallas_tpu" is F(4, 3) as a Pallas kernel;
         "reference" is `lax.conv_general_dilated` without a derivative rule of ours.
@@ -122,158 +123,18 @@ def _conv_of_rank(
     op, rank, x, w, b, strides, padding, dilation, groups, precision, implementation
 ):
     _TABLE.check(implementation)
-    spec = _validate(op, rank, x, w, b, strides, padding, dilation, groups, precision)
+    x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)
+    b = None if b is None else as_float_array(op, "b", b)
+    spec = validate(op, rank, x, w, b, strides, padding, dilation, groups, precision)
     x, w, b = (None if a is None else jnp.asarray(a) for a in (x, w, b))
     if implementation == "reference":
         return _reference(spec, x, w, b)
     x, w, b = align_varying(x, w, b)
-    return _conv(_TABLE.choose(implementation, spec), x, w, b)
-
-
-# Validation: everything a caller can get wrong is found here, once.
-
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
-_RANKS = (1, 2, 3)
-
-
-def _validate(op, rank, x, w, b, strides, padding, dilation, groups, precision):
-    for name, a in (("x", x), ("w", w), ("b", b)):
-        if not (name == "b" and a is None):
-            _check_array(op, name, a)
-    if rank is None:
-        rank = x.ndim - 2
-        if rank not in _RANKS:
-            raise ValueError(
-                f"{op}: x must have shape (N, *S, C) with one to three spatial "
-                f"dimensions; got {x.shape}. Add a batch dimension with x[None]."
-            )
-    if x.ndim != rank + 2:
-        raise ValueError(
-            f"{op}: x must have {rank + 2} dimensions, (N, {_spatial(rank)}, C); got "
-            f"shape {x.shape}. Add a batch dimension with x[None]."
-        )
-    if w.ndim != rank + 2:
-        raise ValueError(
-            f"{op}: w must have {rank + 2} dimensions, (kernel of {rank}, C / groups, "
-            f"O); got shape {w.shape} with x {x.shape}."
-        )
-    for name, a in (("w", w), ("b", b)):
-        if a is not None and a.dtype != x.dtype:
-            raise TypeError(
-                f"{op}: {name} must have the dtype of x, {x.dtype}; got {a.dtype}. "
-                f"Cast it with {name}.astype(x.dtype)."
-            )
-    groups = _int(op, "groups", groups)
-    channels, outputs = x.shape[-1], w.shape[-1]
-    if groups < 1 or channels % groups or outputs % groups:
-        raise ValueError(
-            f"{op}: groups must be at least 1 and divide C = {channels} and "
-            f"O = {outputs}; got {groups}."
-        )
-    if w.shape[-2] * groups != channels:
-        wanted = (*w.shape[:-2], channels // groups, "O")
-        raise ValueError(
-            f"{op}: w must have shape (*kernel, C / groups, O) = "
-            f"({', '.join(map(str, wanted))}); got {w.shape} with x {x.shape}, "
-            f"groups={groups}."
-        )
-    if 0 in w.shape[:-2]:
-        raise ValueError(f"{op}: the kernel must not be empty; got w {w.shape}.")
-    if b is not None and b.shape != (outputs,):
-        raise ValueError(f"{op}: b must have shape (O,) = ({outputs},); got {b.shape}.")
-
-    strides = _per_dimension(op, "strides", strides, rank)
-    dilation = _per_dimension(op, "dilation", dilation, rank)
-    spec = ConvSpec(
-        x.shape, w.shape, jnp.dtype(x.dtype).name, strides, ((0, 0),) * rank, dilation,
-        groups, lax.Precision(precision) if isinstance(precision, str) else precision,
-    )  # fmt: skip
-    spec = dataclasses.replace(spec, padding=_pairs(op, padding, spec))
-    for size, pads in zip(spec.spatial, spec.padding, strict=True):
-        if size + sum(pads) < 0:
-            raise ValueError(
-                f"{op}: padding must not crop more than there is; got {pads} for a "
-                f"dimension of size {size}."
-            )
-    return spec
-
-
-def _check_array(op, name, a):
-    if not hasattr(a, "dtype") or not hasattr(a, "shape"):
-        raise TypeError(
-            f"{op}: {name} must be an array; got {type(a).__name__}. "
-            "Pass a jax or numpy array."
-        )
-    if a.dtype not in _DTYPES:
-        raise TypeError(
-            f"{op}: {name} must have dtype {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}; "
-            f"got {a.dtype}. Cast it with {name}.astype(jnp.float32)."
-        )
-    if a.dtype == "float64" and not jax.config.jax_enable_x64:
-        raise TypeError(
-            f"{op}: {name} is float64 but jax_enable_x64 is off, so JAX would round it "
-            "to float32. Cast it to float32, or enable x64."
-        )
-
-
-def _int(op, name, value) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{op}: {name} must be an int that is known while tracing; "
-            f"got {type(value).__name__}."
-        ) from None
-
-
-def _per_dimension(op, name, value, rank) -> tuple[int, ...]:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        values = tuple(_int(op, name, v) for v in value)
-    else:
-        values = (_int(op, name, value),) * rank
-    if len(values) != rank or min(values) < 1:
-        raise ValueError(
-            f"{op}: {name} must be a positive int, or {rank} of them; got {value!r}."
-        )
-    return values
-
-
-def _pairs(op, padding, spec) -> tuple[tuple[int, int], ...]:
-    """The (low, high) padding of each spatial dimension."""
-    if isinstance(padding, str):
-        kind = padding.upper()
-        if kind == "CAUSAL" and spec.rank == 1:
-            return ((spec.extent[0] - 1, 0),)
-        if kind not in ("SAME", "VALID"):
-            causal = ', "CAUSAL"' if spec.rank == 1 else ""
-            raise ValueError(
-                f'{op}: padding must be "SAME", "VALID"{causal}, an int, or an int or '
-                f"(low, high) pair for each dimension; got {padding!r}."
-            )
-        return tuple(lax.padtype_to_pads(spec.spatial, spec.extent, spec.strides, kind))
-    if not isinstance(padding, Sequence):
-        return ((_int(op, "padding", padding),) * 2,) * spec.rank
-    if len(padding) != spec.rank:
-        raise ValueError(
-            f"{op}: padding must have one entry for each of the {spec.rank} spatial "
-            f"dimensions; got {len(padding)} in {padding!r}."
-        )
-    pairs = []
-    for entry in padding:
-        pair = tuple(entry) if isinstance(entry, Sequence) else (entry, entry)
-        if len(pair) != 2:
-            raise ValueError(
-                f"{op}: each padding entry must be an int or a (low, high) pair; "
-                f"got {entry!r} in {padding!r}."
-            )
-        pairs.append(tuple(_int(op, "padding", p) for p in pair))
-    return tuple(pairs)
-
-
-def _spatial(rank: int) -> str:
-    return ", ".join("DHW"[-rank:]) if rank > 1 else "L"
+    choice = _TABLE.choose(implementation, spec)
+    batch_and_outputs = [(0, 0), *[None] * spec.rank, (1, spec.rank + 1)]
+    return partitioned(
+        functools.partial(_conv, choice), x, w, b, dims=batch_and_outputs
+    )
 
 
 # The implementations and which is tried first.

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from opsnn_jax.dispatch import Requested
 
+from .arguments import DTYPES
 from .conv import conv
 
 
@@ -32,13 +34,14 @@ def conv_general_dilated(
     The arguments and the result are those of `lax.conv_general_dilated`, and
     `implementation` is that of `conv`. Layouts other than channels-last are transposed
     around the call. What `conv` does not know (a dilated input, batch groups, a result
-    dtype or sharding of its own, no or more than three spatial dimensions, integers) is
-    computed by JAX; naming an implementation is then an error.
+    dtype or sharding of its own, no or more than three spatial dimensions, other
+    dtypes) is computed by JAX; naming an implementation is then an error.
 
     Raises:
       NotImplementedError: if an implementation is named and `conv` cannot do the call.
       ValueError, TypeError: as `conv` and `lax.conv_general_dilated`.
     """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     beyond = _beyond_conv(
         lhs, rhs, lhs_dilation, batch_group_count, preferred_element_type, out_sharding
     )
@@ -85,7 +88,7 @@ def _beyond_conv(
         return f"a result of another dtype (preferred_element_type={preferred})"
     if lhs.ndim not in (3, 4, 5):
         return f"an input of {lhs.ndim} dimensions"
-    if not jax.numpy.issubdtype(lhs.dtype, jax.numpy.floating):
+    if lhs.dtype not in DTYPES:
         return f"an input of dtype {lhs.dtype}"
     if rhs.dtype != lhs.dtype:
         return f"a filter of dtype {rhs.dtype} with an input of {lhs.dtype}"

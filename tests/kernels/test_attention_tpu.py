@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_passes import check_passes
+from jax.sharding import PartitionSpec as P
 
 from opsnn_jax.kernels.attention import tpu
 from opsnn_jax.kernels.attention.mask import Band
@@ -89,3 +90,14 @@ def test_the_default_on_a_tpu_is_the_kernel():
     x = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.float32)
     lowered = jax.jit(flash_attention).trace(x, x, x).lower(lowering_platforms=("tpu",))
     assert "tpu_custom_call" in lowered.as_text()
+
+
+def test_the_default_on_a_tpu_lowers_in_shard_map():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = jax.shard_map(
+        lambda q: flash_attention(q, q, q), mesh=mesh, in_specs=P("d"), out_specs=P("d")
+    )
+    x = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.float32)
+    gradient = jax.jit(jax.grad(lambda q: jnp.sum(f(q))))
+    lowered = gradient.trace(x).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 3

@@ -4,11 +4,12 @@ import chex
 import flax.linen as flax_linen
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 from jax import lax
 
-from opsnn_jax import conv_general_dilated
+from opsnn_jax import conv2d, conv_general_dilated
 from opsnn_jax.nn import linen, nnx
 
 OPTIONS = [
@@ -67,6 +68,23 @@ def test_lax_signature_in_any_layout(numbers, key):
     got = conv_general_dilated(*arguments, dimension_numbers=numbers)
     expected = lax.conv_general_dilated(*arguments, dimension_numbers=numbers)
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn"])
+def test_lax_signature_takes_what_lax_takes(dtype):
+    # float64 is float32 while jax_enable_x64 is off; padding has one form more.
+    x = np.ones((1, 1, 3, 3)).astype(dtype)
+    arguments = (x, x[..., :2, :2], (1, 1), "SAME_LOWER")
+    got, expected = (
+        f(*arguments) for f in (conv_general_dilated, lax.conv_general_dilated)
+    )
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got.astype("float32"), expected.astype("float32"))
+
+
+def test_a_flax_variable_is_an_array():
+    w = flax_nnx.Param(jnp.ones((1, 1, 2, 3)))
+    assert conv2d(jnp.ones((1, 4, 4, 2)), w).shape == (1, 4, 4, 3)
 
 
 def test_what_only_lax_can_do():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from opsnn_jax.ops.attention import flash_attention
 
@@ -542,6 +543,17 @@ def test_shard_map_sums_the_gradients_of_what_is_replicated():
     assert done.stdout == "equal\n", done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_gradients_keep_explicit_shardings(key, implementation):
+    # The axes of jax.make_mesh are explicit: shardings are part of the types.
+    q, k, v, _ = make(key, 1, 3, 5, 2, 1, 4)
+    with jax.set_mesh(jax.make_mesh((1,), ("d",))):
+        sharded = [jax.device_put(x, P("d")) for x in (q, k, v)]
+        gradient = jax.grad(functools.partial(loss, implementation=implementation))
+        dq = jax.eval_shape(gradient, *sharded)
+    assert dq.sharding.spec == P("d", None, None, None)
+
+
 # Errors.
 
 GOOD = dict(
@@ -559,21 +571,26 @@ GOOD = dict(
         (dict(v=jnp.zeros((2, 5, 1, 6))), ValueError, r"v must have shape"),
         (dict(q=jnp.zeros((2, 3, 3, 8))), ValueError, r"a multiple .* got 3 and 2"),
         (dict(k=jnp.zeros((2, 5, 2, 8), bf16)), TypeError, r"one dtype; got float32"),
-        (dict(q=jnp.zeros((2, 3, 4, 8), int)), TypeError, r"q must be of .*got int32"),
+        (
+            dict(q=jnp.zeros((2, 3, 4, 8), int)),
+            TypeError,
+            r"q must have dtype .*got int32",
+        ),
         (dict(q=jnp.zeros((2, 3, 4, 8), "complex64")), TypeError, r"got complex64"),
         (
             dict(q=jnp.zeros((2, 3, 4, 8), "float8_e4m3fn")),
             TypeError,
             r"got float8_e4m3fn",
         ),
-        (dict(q=np.zeros((2, 3, 4, 8))), TypeError, r"float64, .* jax_enable_x64"),
+        (dict(q=np.zeros((2, 3, 4, 8))), TypeError, r"float64 but jax_enable_x64"),
         (dict(q=None), TypeError, r"q must be an array; got NoneType"),
         (dict(v="v"), TypeError, r"v must be an array; got str"),
         (dict(mask=jnp.ones((3, 5))), TypeError, r"mask must be boolean; got float32"),
         (dict(mask=jnp.ones((3, 4), bool)), ValueError, r"mask must broadcast .*3, 4"),
         (dict(bias=jnp.ones((2, 3, 5))), ValueError, r"bias must broadcast .*2, 3, 5"),
         (dict(bias=jnp.ones((1, 1, 1, 3, 5))), ValueError, r"bias must broadcast"),
-        (dict(bias=jnp.ones((3, 5), int)), TypeError, r"bias must be of"),
+        (dict(bias=jnp.ones((3, 5), int)), TypeError, r"bias must have dtype"),
+        (dict(q=np.zeros((2, 3, 4, 8), ">f4")), TypeError, r"got >f4"),
         (dict(bias=[[0.0]]), TypeError, r"bias must be an array; got list"),
         (dict(scale=jnp.float32(1)), TypeError, r"scale must be a Python number"),
         (dict(scale="1"), TypeError, r"scale must be a Python number"),
@@ -581,6 +598,7 @@ GOOD = dict(
         (dict(precision="best"), ValueError, r"precision must be .*'best'"),
         (dict(implementation="cudnn"), ValueError, r"implementation must be .*'cudnn'"),
         (dict(implementation=()), ValueError, r"implementation must be"),
+        (dict(implementation=1), ValueError, r"implementation must be .* got 1"),
     ],
 )
 def test_errors_say_what_was_given(change, error, match):

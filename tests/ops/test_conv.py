@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from opsnn_jax import conv, conv1d, conv2d, conv3d
 from opsnn_jax.kernels.winograd.transforms import transform
@@ -283,6 +284,44 @@ def test_remat_and_scan_with_a_half_precision_carry(key):
     chex.assert_trees_all_equal(plain, jax.grad(loss)(w, jax.checkpoint))
 
 
+@pytest.mark.parametrize("implementation", ["direct", "winograd", "pallas_tpu"])
+def test_vmap_over_nothing(implementation, key):
+    x, w = draw(key, (1, 4, 4, 2), (3, 3, 2, 2), "float32", bias=False)
+    f = functools.partial(conv2d, implementation=implementation)
+    assert jax.vmap(f, (None, 0))(x, w[None][:0]).shape == (0, 1, 4, 4, 2)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_gradients_keep_explicit_shardings(key):
+    # The axes of jax.make_mesh are explicit: shardings are part of the types.
+    arrays = draw(key, (4, 5, 3, 2), (3, 3, 2, 4), "float32")
+
+    def loss(*a):
+        return jnp.sum(conv2d(*a) ** 2)
+
+    specs = P("d"), P(None, None, None, "d"), P()
+    with jax.set_mesh(jax.make_mesh((4,), ("d",))):
+        sharded = [jax.device_put(a, s) for a, s in zip(arrays, specs, strict=True)]
+        got = jax.jit(jax.grad(loss, (0, 1, 2)))(*sharded)
+        y = jax.eval_shape(conv2d, *sharded)
+    assert y.sharding.spec == P("d", None, None, None)
+    for g, a in zip(got, sharded, strict=True):
+        assert g.sharding.is_equivalent_to(a.sharding, a.ndim)
+    expected = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    chex.assert_trees_all_close(
+        jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_the_tpu_kernel_lowers_in_shard_map():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = functools.partial(conv2d, implementation="pallas_tpu")
+    f = jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w)), (0, 1)))
+    lowered = gradient.trace(X, W).lower(lowering_platforms=("tpu",))
+    assert "winograd_weight_gradient" in lowered.as_text()
+
+
 def test_forward_mode_works_in_the_reference(key):
     arrays = draw(key, (1, 4, 4, 2), (3, 3, 2, 2), "float32")
     f = functools.partial(conv2d, implementation="reference")
@@ -449,6 +488,13 @@ BAD = [
     (TypeError, r"padding must be an int", (X, W), dict(padding=1.5)),
     (ValueError, r"strides must be a positive int", (X, W), dict(strides=0)),
     (ValueError, r"strides must be a positive int, or 2", (X, W), dict(strides=(1,))),
+    (ValueError, r"precision must be None, .* got 'best'", (X, W),
+     dict(precision="best")),
+    (ValueError, r"precision must be", (X, W), dict(precision=["high", "high"])),
+    (ValueError, r"got 1\.$", (X, W), dict(implementation=1)),
+    (ValueError, r"implementation must be", (X, W), dict(implementation={"direct"})),
+    (TypeError, r"x must be an array; got ShapeDtypeStruct",
+     (jax.ShapeDtypeStruct(X.shape, X.dtype), W), {}),
     (TypeError, r"dilation must be an int", (X, W), dict(dilation="a")),
     (ValueError, r"implementation must be None, one of", (X, W),
      dict(implementation="cudnn")),
@@ -462,6 +508,18 @@ BAD = [
 def test_bad_input(error, message, arrays, options):
     with pytest.raises(error, match=message):
         conv2d(*arrays, **options)
+
+
+def test_options_may_be_numpy():
+    pads = np.array([[1, 0], [0, 1]])
+    y = jax.eval_shape(
+        lambda: conv2d(X, W, strides=np.array([2, 1]), padding=pads, groups=np.int64(1))
+    )
+    assert y.shape == (2, 4, 7, 6)
+
+
+def test_precision_may_be_a_pair():
+    assert conv2d(X, W, precision=("highest", "default")).shape == (2, 8, 8, 6)
 
 
 def test_a_traced_option_is_refused():

@@ -1,0 +1,166 @@
+"""The arguments of a convolution: what a caller can get wrong is found here, once."""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from opsnn_jax.kernels.conv.spec import ConvSpec
+
+from .arguments import as_precision
+
+Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
+
+_RANKS = (1, 2, 3)
+
+
+def validate(
+    op: str,
+    rank: int | None,
+    x: jax.Array | np.ndarray,
+    w: jax.Array | np.ndarray,
+    b: jax.Array | np.ndarray | None,
+    strides: int | Sequence[int],
+    padding: Padding,
+    dilation: int | Sequence[int],
+    groups: int,
+    precision: lax.PrecisionLike,
+) -> ConvSpec:
+    """Checks that everything fits together; `rank` None is that of x.
+
+    Raises:
+      ValueError, TypeError: as `conv` does, in the name of `op`.
+    """
+    if rank is None:
+        rank = x.ndim - 2
+        if rank not in _RANKS:
+            raise ValueError(
+                f"{op}: x must have shape (N, *S, C) with one to three spatial "
+                f"dimensions; got {x.shape}. Add a batch dimension with x[None]."
+            )
+    if x.ndim != rank + 2:
+        raise ValueError(
+            f"{op}: x must have {rank + 2} dimensions, (N, {_spatial(rank)}, C); got "
+            f"shape {x.shape}. Add a batch dimension with x[None]."
+        )
+    if w.ndim != rank + 2:
+        raise ValueError(
+            f"{op}: w must have {rank + 2} dimensions, (kernel of {rank}, C / groups, "
+            f"O); got shape {w.shape} with x {x.shape}."
+        )
+    for name, a in (("w", w), ("b", b)):
+        if a is not None and a.dtype != x.dtype:
+            raise TypeError(
+                f"{op}: {name} must have the dtype of x, {x.dtype}; got {a.dtype}. "
+                f"Cast it with {name}.astype(x.dtype)."
+            )
+    groups = _int(op, "groups", groups)
+    channels, outputs = x.shape[-1], w.shape[-1]
+    if groups < 1 or channels % groups or outputs % groups:
+        raise ValueError(
+            f"{op}: groups must be at least 1 and divide C = {channels} and "
+            f"O = {outputs}; got {groups}."
+        )
+    if w.shape[-2] * groups != channels:
+        wanted = (*w.shape[:-2], channels // groups, "O")
+        raise ValueError(
+            f"{op}: w must have shape (*kernel, C / groups, O) = "
+            f"({', '.join(map(str, wanted))}); got {w.shape} with x {x.shape}, "
+            f"groups={groups}."
+        )
+    if 0 in w.shape[:-2]:
+        raise ValueError(f"{op}: the kernel must not be empty; got w {w.shape}.")
+    if b is not None and b.shape != (outputs,):
+        raise ValueError(f"{op}: b must have shape (O,) = ({outputs},); got {b.shape}.")
+
+    strides = _per_dimension(op, "strides", strides, rank)
+    dilation = _per_dimension(op, "dilation", dilation, rank)
+    spec = ConvSpec(
+        x.shape, w.shape, jnp.dtype(x.dtype).name, strides, ((0, 0),) * rank, dilation,
+        groups, _precision(op, precision),
+    )  # fmt: skip
+    spec = dataclasses.replace(spec, padding=_pairs(op, padding, spec))
+    for size, pads in zip(spec.spatial, spec.padding, strict=True):
+        if size + sum(pads) < 0:
+            raise ValueError(
+                f"{op}: padding must not crop more than there is; got {pads} for a "
+                f"dimension of size {size}."
+            )
+    return spec
+
+
+def _int(op, name, value) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{op}: {name} must be an int that is known while tracing; "
+            f"got {type(value).__name__}."
+        ) from None
+
+
+def _precision(op, precision):
+    # A pair is for the operands of each product, as in lax.
+    if isinstance(precision, tuple) and len(precision) == 2:
+        return tuple(as_precision(op, p) for p in precision)
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        return precision
+    return as_precision(op, precision)
+
+
+def _per_dimension(op, name, value, rank) -> tuple[int, ...]:
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        values = tuple(_int(op, name, v) for v in value)
+    else:
+        values = (_int(op, name, value),) * rank
+    if len(values) != rank or min(values) < 1:
+        raise ValueError(
+            f"{op}: {name} must be a positive int, or {rank} of them; got {value!r}."
+        )
+    return values
+
+
+def _pairs(op, padding, spec) -> tuple[tuple[int, int], ...]:
+    """The (low, high) padding of each spatial dimension."""
+    if isinstance(padding, str):
+        kind = padding.upper()
+        if kind == "CAUSAL" and spec.rank == 1:
+            return ((spec.extent[0] - 1, 0),)
+        if kind not in ("SAME", "SAME_LOWER", "VALID"):
+            causal = ', "CAUSAL"' if spec.rank == 1 else ""
+            raise ValueError(
+                f'{op}: padding must be "SAME", "SAME_LOWER", "VALID"{causal}, an int, '
+                "or an int or (low, high) pair for each dimension; got "
+                f"{padding!r}. Pass one of these."
+            )
+        return tuple(lax.padtype_to_pads(spec.spatial, spec.extent, spec.strides, kind))
+    if isinstance(padding, np.ndarray):
+        padding = padding.tolist()
+    if not isinstance(padding, Sequence):
+        return ((_int(op, "padding", padding),) * 2,) * spec.rank
+    if len(padding) != spec.rank:
+        raise ValueError(
+            f"{op}: padding must have one entry for each of the {spec.rank} spatial "
+            f"dimensions; got {len(padding)} in {padding!r}."
+        )
+    pairs = []
+    for entry in padding:
+        pair = tuple(entry) if isinstance(entry, Sequence) else (entry, entry)
+        if len(pair) != 2:
+            raise ValueError(
+                f"{op}: each padding entry must be an int or a (low, high) pair; "
+                f"got {entry!r} in {padding!r}."
+            )
+        pairs.append(tuple(_int(op, "padding", p) for p in pair))
+    return tuple(pairs)
+
+
+def _spatial(rank: int) -> str:
+    return ", ".join("DHW"[-rank:]) if rank > 1 else "L"
