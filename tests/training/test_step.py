@@ -365,7 +365,9 @@ def test_state_shares_no_buffer_and_can_be_donated():
         optax.noisy_sgd(1e-3, key=jax.random.key(0)),
     ],
 )
-def test_any_optimizer_keeps_its_state_in_fp32_and_its_types(key, optimizer):
+def test_any_optimizer_keeps_its_state_in_fp32_and_its_types(
+    key, optimizer, quick_compilation
+):
     # E16, F11, optax#1754: NaN on zero gradients, moments in half, changing dtypes.
     loss_fn = functools.partial(_two_layers, FP16)
     params = {
@@ -575,7 +577,7 @@ def test_weight_that_is_no_scalar_is_refused():
         step(state, {"g": jnp.ones(2)})
 
 
-def test_nnx_model(key):
+def test_nnx_model(key, quick_compilation):
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.first = nnx.Linear(3, 8, dtype=FP16.compute, rngs=rngs)

@@ -38,14 +38,6 @@ def flax_promotion():
 
 
 @pytest.fixture
-def quick_compilation():
-    """For whole models, whose numbers other tests judge: half the time is XLA's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
 def weights_only(monkeypatch):
     """In place of a model three weights, whose loss the batch multiplies."""
 
