@@ -55,6 +55,8 @@ def _modules():
 
 @pytest.mark.parametrize("name", sorted(set(_modules())))
 def test_examples_in_docstrings(name):
+    if name == "opsnn_jax.aot.compile" and not importlib.util.find_spec("libtpu"):
+        pytest.skip("needs the extra aot")
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
     assert results.failed == 0
