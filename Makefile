@@ -7,7 +7,8 @@ PYTEST := $(BIN)/python -m pytest
 # The CPU is the one machine everyone has. `make train JAX_PLATFORMS=` uses the best.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help train train-text test test-short test-slow test-aot test-torch lint format clean
+.PHONY: help train train-text test test-short test-slow test-aot test-torch mutants \
+  lint format clean
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -53,6 +54,9 @@ test-aot: $(VENV)/.aot      ## compile the kernels for absent TPUs and GPUs
 
 test-torch: $(VENV)/.torch  ## compare the ops with PyTorch
 	$(PYTEST) tests/check/test_frameworks.py
+
+mutants: $(VENV)/.test      ## plant bugs and see that the tests catch each
+	$(BIN)/python -m tests.mutants.run
 
 lint: $(VENV)/.test         ## check style
 	$(BIN)/ruff check .
