@@ -137,6 +137,23 @@ def test_equal_calls_are_compiled_once():
     assert len(count) == 2  # once for its shape, once to compile it
 
 
+def test_arrays_are_made_to_vary_alike():
+    def varying(array):
+        return jax.typeof(array).manual_axis_type.varying
+
+    def f(x, w):
+        assert (varying(x), varying(w)) == ({"d"}, set())
+        x, w, absent = align_varying(x, w, None)
+        assert varying(x) == varying(w) == {"d"}
+        assert absent is None
+        return x * w
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))(
+        jnp.arange(2.0), jnp.ones(2)
+    )
+
+
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("implementation", ["plain", "kernel"])

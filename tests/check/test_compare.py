@@ -139,6 +139,7 @@ def test_nonfinite_must_match():
     assert_close(nan, nan, x)
     for f, g in ((inf, jnp.abs), (jnp.abs, nan), (minus, inf), (nan, inf)):
         result = compare(f, g, x)
+        assert not result.ok
         assert "4 elements are Inf or NaN" in result.rows[0].failures[0]
 
 

@@ -145,6 +145,19 @@ def test_nnx_is_causal_and_dropout(key):
         check_close(got, want)
 
 
+@pytest.mark.parametrize("flax, ours", [(nn, linen_attention), (nnx, nnx_attention)])
+def test_bias_mask_and_dtype_mean_what_they_do_in_flax(key, flax, ours):
+    q, k, v = jax.random.normal(key, (3, 2, 5, 2, 4))
+    bias = jax.random.normal(key, (1, 2, 1, 5))
+    mask = jax.random.bernoulli(key, 0.6, (2, 1, 5, 5)).at[..., 0].set(True)
+    got, want = (
+        module.dot_product_attention(q, k, v, bias, mask) for module in (ours, flax)
+    )
+    check_close(got, want)
+    got = ours.dot_product_attention(q, k, v, dtype=jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+
+
 def test_the_implementation_can_be_chosen(key):
     q = jax.random.normal(key, (1, 3, 2, 4))
     for module in (linen_attention, nnx_attention):

@@ -297,6 +297,18 @@ def test_nan_reaches_exactly_the_queries_that_see_it(key, implementation):
             assert np.isnan(got[name][:, 3:]).all(), name
 
 
+def test_row_that_is_nan_leaves_its_hidden_keys_alone(key):
+    q, k, v, dout = make(key, 1, 6, 6, 1, 1, 4)
+    half = jnp.arange(6) < 3
+    mask = (half[:, None] == half[None, :])[None, None]
+    clean = out_and_grads(q, k, v, dout, None, mask, False)
+    k = k.at[:, 4, 0, 1].set(jnp.nan)  # makes the last three queries NaN
+    dirty = out_and_grads(q, k, v, dout, None, mask, False)
+    for name in ("out", "dq", "dk", "dv"):
+        np.testing.assert_array_equal(dirty[name][:, :3], clean[name][:, :3])
+    assert np.isnan(dirty["dv"][:, 3:]).all()
+
+
 @pytest.mark.parametrize("sizes", [(3, 0), (0, 3), (0, 0)])
 @pytest.mark.parametrize("implementation", [None, "xla", "reference"])
 def test_empty_lengths(sizes, implementation):

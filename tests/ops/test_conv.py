@@ -383,14 +383,26 @@ def test_sizes_that_fill_no_tile(implementation, size, key):
     assert errors(conv2d(x, w, implementation=implementation), truth)["max"] < 5e-6
 
 
+@pytest.mark.parametrize("implementation", ["direct", "winograd", "pallas_tpu"])
+def test_bias_is_added_before_the_one_rounding(implementation):
+    # In bfloat16 1 + 2**-8 is 1, and so is that plus 2**-8; the sum is 1 + 2**-7.
+    x = jnp.zeros((1, 3, 3, 2), "bfloat16")
+    x = x.at[0, 1, 1].set(jnp.asarray([1, 2**-8], "bfloat16"))
+    w = jnp.zeros((3, 3, 2, 1), "bfloat16").at[1, 1].set(1)
+    b = jnp.full(1, 2**-8, "bfloat16")
+    y = conv2d(x, w, b, padding="VALID", implementation=implementation)
+    assert float(y[0, 0, 0, 0]) == 1 + 2**-7
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weight_gradient_is_summed_in_fp32(dtype):
+def test_gradients_of_filter_and_bias_are_summed_in_fp32(dtype):
     # 16,384 ones: a bfloat16 sum stops at 256, a float16 sum at 2048.
     x, w = jnp.ones((64, 16, 16, 4), dtype), jnp.ones((1, 1, 4, 1), dtype)
-    _, vjp = jax.vjp(conv2d, x, w)
-    _, dw = vjp(jnp.ones((64, 16, 16, 1), dtype))
-    assert dw.dtype == dtype
-    assert (np.asarray(dw, np.float32) == 16384).all()
+    _, vjp = jax.vjp(conv2d, x, w, jnp.zeros(1, dtype))
+    _, dw, db = vjp(jnp.ones((64, 16, 16, 1), dtype))
+    for gradient in (dw, db):
+        assert gradient.dtype == dtype
+        assert (np.asarray(gradient, np.float32) == 16384).all()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "direct", "winograd"])

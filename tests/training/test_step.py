@@ -250,10 +250,14 @@ def test_gradient_that_only_overflows_unscaled_is_caught():
 
 def test_norm_beyond_fp32_is_a_skip_and_not_a_zero_update():
     # E09: clipping by an infinite norm silently trains nothing.
+    def loss_fn(params, model_state, batch, rng):
+        return (batch["g"] * params["w"]).sum(), (model_state, {})
+
     optimizer = optax.sgd(1.0)
-    state = TrainState.create({"w": jnp.ones(1000)}, optimizer, policy=FP32)
-    step = make_train_step(linear, optimizer, policy=FP32, clip_norm=1.0)
-    new, metrics = step(state, {"g": jnp.full(1000, 3.0e38) * 1000.0})
+    state = TrainState.create({"w": jnp.zeros(1000)}, optimizer, policy=FP32)
+    step = make_train_step(loss_fn, optimizer, policy=FP32, clip_norm=1.0)
+    _, metrics = step(state, {"g": jnp.full(1000, 3.0e38)})
+    assert metrics["finite_leaves"].all()
     assert metrics["skipped"]
 
 
