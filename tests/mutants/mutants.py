@@ -179,28 +179,28 @@ WINOGRAD = (
         "kernels/winograd/tpu.py",
         "return n, (h + 1) * rows, 0, 0, 0",
         "return n, h * rows, 0, 0, 0",
-        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x1-w1-padding1]",),
+        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
     ),
     Mutant(
         "winograd-tpu-accumulator-not-reset",
         "kernels/winograd/tpu.py",
         "    acc_ref[...] = jnp.zeros_like(acc_ref)\n",
         "",
-        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-SAME]",),
+        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
     ),
     Mutant(
         "winograd-tpu-dw-reset-at-each-image",
         "kernels/winograd/tpu.py",
         "@pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))",
         "@pl.when(pl.program_id(2) == 0)",
-        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-SAME]",),
+        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
     ),
     Mutant(
         "winograd-tpu-no-bias",
         "kernels/winograd/tpu.py",
         "y = (y[:, :width] + bias).astype",
         "y = (y[:, :width] + 0 * bias).astype",
-        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-SAME]",),
+        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
     ),
 )
 
@@ -495,8 +495,8 @@ STEP = (
     Mutant(
         "step-batch-statistics-kept-on-a-skip",
         "training/step.py",
-        "model_state=model_state,\n            loss_scale=",
-        "model_state=window.model_state,\n            loss_scale=",
+        "**select(finite, after, before),",
+        "**select(finite, after, before) | {'model_state': window.model_state},",
         (_STEP + "test_fp16_overflow_leaves_everything_bitwise_unchanged",),
     ),
     Mutant(
@@ -509,8 +509,8 @@ STEP = (
     Mutant(
         "step-mean-of-means",
         "training/step.py",
-        "jnp.float32(1.0) if weight_fn is None else weight_fn(part)",
-        "jnp.float32(1.0)",
+        "jnp.asarray(1.0 if weight_fn is None else weight_fn(part))",
+        "jnp.asarray(1.0)",
         (_STEP + "test_ragged_micro_batches_equal_one_batch",),
     ),
     Mutant(
@@ -524,8 +524,8 @@ STEP = (
     Mutant(
         "step-counted-on-a-skip",
         "training/step.py",
-        "step=number,",
-        "step=state.step + 1,",
+        "**select(finite, after, before),",
+        "**select(finite, after, before) | {'step': state.step + 1},",
         (
             _STEP
             + "test_overflow_in_one_micro_batch_skips_the_window_and_leaves_nothing",
