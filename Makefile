@@ -44,13 +44,13 @@ test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
 
 test-short: $(VENV)/.test   ## run the tests that depend most on the version of JAX
 	$(PYTEST) -n 2 -m 'not slow and not aot' tests/test_dispatch.py tests/kernels \
-	  tests/nn tests/training/test_step.py
+	  tests/nn tests/test_public_ops.py tests/training/test_step.py
 
 test-slow: $(VENV)/.test    ## run the long tests
 	$(PYTEST) -m slow tests
 
 test-aot: $(VENV)/.aot      ## compile the kernels for absent TPUs and GPUs
-	$(PYTEST) -m aot tests
+	$(PYTEST) -n 2 -m aot tests
 
 test-torch: $(VENV)/.torch  ## compare the ops with PyTorch
 	$(PYTEST) tests/check/test_frameworks.py

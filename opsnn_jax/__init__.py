@@ -4,7 +4,7 @@ The ops are here; `opsnn_jax.nn` has flax layers over them, `opsnn_jax.training`
 mixed-precision training loop.
 """
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
 from opsnn_jax.ops.attention import flash_attention as flash_attention
 from opsnn_jax.ops.conv import conv as conv
@@ -13,4 +13,4 @@ from opsnn_jax.ops.conv import conv2d as conv2d
 from opsnn_jax.ops.conv import conv3d as conv3d
 from opsnn_jax.ops.lax_conv import conv_general_dilated as conv_general_dilated
 
-__version__ = version("opsnn-jax")
+__version__ = _version("opsnn-jax")
