@@ -6,7 +6,6 @@ and refuses what it cannot take in its own words.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
