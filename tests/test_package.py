@@ -85,10 +85,14 @@ def _modules():
                 yield info.name
 
 
-@pytest.mark.parametrize("name", sorted(set(_modules())))
+def _marks(name):
+    return [pytest.mark.aot] if name == "opsnn_jax.aot.compile" else []
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=_marks(n)) for n in sorted(set(_modules()))]
+)
 def test_examples_in_docstrings(name):
-    if name == "opsnn_jax.aot.compile" and not importlib.util.find_spec("libtpu"):
-        pytest.skip("needs the extra aot")
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
     assert results.failed == 0

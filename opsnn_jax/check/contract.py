@@ -148,6 +148,7 @@ def check_op(
     factor: float | Callable[[str | None, Any, OpCase], float] = 1.0,
     nonfinite: Callable[[Callable], str | None] | None = None,
     seed: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Runs an op through the contract.
 
@@ -164,6 +165,7 @@ def check_op(
       nonfinite: the op's policy on Inf and NaN. Called with each implementation of the
         op; returns what is wrong, or None.
       seed: of all random numbers.
+      progress: called with the name of each row before it is made.
 
     Returns:
       A `Report`. A NotImplementedError from a named implementation makes a row that is
@@ -179,6 +181,8 @@ def check_op(
         run = op if name is None else _with_implementation(op, name)
         policy = nonfinite(run) if nonfinite is not None else None
         for dtype, case in itertools.product(map(jnp.dtype, dtypes), cases):
+            if progress is not None:
+                progress(f"{op_name(op)} {name or '(default)'} {dtype} {case.name}")
             growth = factor(name, dtype, case) if callable(factor) else factor
             row = _check(run, reference, case, dtype, level, growth, seed)
             rows.append(dataclasses.replace(row, implementation=name or "(default)"))

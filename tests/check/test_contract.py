@@ -68,8 +68,16 @@ def test_odd_sizes_and_dtypes():
         for n in (0, 1, 13)
     ]
     dtypes = ("bfloat16", "float16")
-    report = check_op(gate, reference=gate_reference, cases=cases, dtypes=dtypes)
+    told = []
+    report = check_op(
+        gate,
+        reference=gate_reference,
+        cases=cases,
+        dtypes=dtypes,
+        progress=told.append,
+    )
     report.raise_if_failed()
+    assert told == [f"gate (default) {d} {c.name}" for d in dtypes for c in cases]
     assert [(row.dtype, row.case) for row in report.rows] == [
         (dtype, case.name) for dtype in dtypes for case in cases
     ]
