@@ -115,7 +115,9 @@ def _noise(phi, scale, eps):
     values = np.array([phi(i * spacing) for i in range(-3, 4)])
     if not np.all(np.isfinite(values)):
         return 0.0
-    found = 0.0
+    # At the least that of the last rounding: a function that is constant, or exact at
+    # the points that were tried, shows none.
+    found = abs(float(values[3])) * eps / math.sqrt(12)
     for order in (4, 5, 6):
         differences = np.diff(values, order)
         # Differences of independent errors have this many times their variance.
