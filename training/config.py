@@ -45,7 +45,14 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    """What is run, for how long, and where its results go."""
+    """What is run, for how long, and where its results go.
+
+    Attributes:
+      report_every: after so many steps metrics are shown and written.
+      save_every: after so many steps a checkpoint is saved; null for one at the end.
+      keep_last: how many of the newest checkpoints are kept.
+      keep_best: how many of those with the lowest training loss are kept besides.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
@@ -53,6 +60,9 @@ class RunConfig(Section):
     epochs: Count | None = None
     steps: Count | None = None
     report_every: Count = 10
+    save_every: Count | None = 500
+    keep_last: Count = 1
+    keep_best: Annotated[Int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
     def _one_length(self):
@@ -199,6 +209,18 @@ class Config(Section):
     model: Annotated[ResNetConfig | GptConfig, Field(discriminator="name")]
     optimizer: OptimizerConfig = OptimizerConfig()
     optimization: OptimizationConfig = OptimizationConfig()
+
+    def trajectory(self) -> dict[str, Any]:
+        """The settings that decide the numbers of a run, which it cannot change midway.
+
+        The rest is where results go and how often they are shown and saved. How long
+        the run is belongs here, for the learning rate depends on it.
+        """
+        settings = self.model_dump(mode="json")
+        for key in ("folder", "report_every", "save_every", "keep_last", "keep_best"):
+            del settings["run"][key]
+        del settings["optimization"]["stop_after_skips"]
+        return settings
 
     @model_validator(mode="after")
     def _fits(self):

@@ -1,8 +1,13 @@
 """`opsnn train`, in process: what it leaves, exit codes, one line for a fault."""
 
+import errno
 import json
+import os
 import re
 import runpy
+import shlex
+import shutil
+import signal
 import types
 
 import jax
@@ -13,7 +18,7 @@ import yaml
 from PIL import Image
 
 from opsnn_jax import cli
-from opsnn_jax.training import report, trainer
+from opsnn_jax.training import checkpoint, fit, report, trainer
 from opsnn_jax.training.data import BatchStream
 from opsnn_jax.training.tasks import Task
 
@@ -38,7 +43,7 @@ def flax_promotion():
 
 
 @pytest.fixture
-def weights_only(monkeypatch):
+def weights_only(monkeypatch, quick_compilation):
     """In place of a model three weights, whose loss the batch multiplies."""
 
     def make_task(config):
@@ -50,14 +55,16 @@ def weights_only(monkeypatch):
             params={"w": jnp.ones(3)},
             model_state=(),
             loss_fn=loss_fn,
-            batches=BatchStream(lambda k: {"g": np.full(3, weights_only.batch, "f4")}),
+            batches=BatchStream(
+                lambda k: {"g": np.full(3, weights_only.batch_at(k), "f4")}
+            ),
             steps=config.run.steps,
             counted="images",
             count=1,
             evaluate=lambda params, model_state: weights_only.evaluate(),
         )
 
-    weights_only = types.SimpleNamespace(batch=1.0, evaluate=dict)
+    weights_only = types.SimpleNamespace(batch_at=lambda k: 1.0, evaluate=dict)
     monkeypatch.setattr(trainer, "make_task", make_task)
     return weights_only
 
@@ -77,7 +84,7 @@ def run(tmp_path, capsys):
     return run
 
 
-def test_images_twice(run, quick_compilation):
+def test_images(run, quick_compilation):
     code, out, err, runs = run(TINY_IMAGES)
     assert (code, err) == (0, "")
     folder = runs / "images-0"
@@ -95,10 +102,6 @@ def test_images_twice(run, quick_compilation):
     with Image.open(folder / "curves.png") as image:
         assert min(image.size) > 400
         assert np.asarray(image.convert("L")).std() > 5
-
-    # The same again: the same numbers, in another folder.
-    assert run(TINY_IMAGES)[0] == 0
-    assert report.read_metrics(runs / "images-1" / "metrics.jsonl") == rows
 
 
 def test_text(run, quick_compilation):
@@ -151,7 +154,7 @@ def test_unwritable_run_folder_is_one_line_before_training(run, tmp_path, monkey
 def test_endless_skips_stop_the_run_with_the_reason(
     run, weights_only, precision, batch, rate, says
 ):
-    weights_only.batch = batch
+    weights_only.batch_at = lambda k: batch
     config = TINY_IMAGES | {
         "optimizer": {"name": "sgd", "learning_rate": rate, "schedule": "constant"},
         "optimization": {"precision": precision, "stop_after_skips": 4},
@@ -185,23 +188,139 @@ def test_numbers_are_shown_in_full(run, weights_only):
     assert re.search("loss scale +│ 16777216 ", out)
 
 
-def test_interrupt_keeps_what_was_done(run, monkeypatch, weights_only):
+def send_at(monkeypatch, draw, *signals):
+    """Sends signals to this process when the loop asks for its `draw`th batch."""
     drawn = []
-    real = trainer.Prefetch.__next__
+    real = fit.Prefetch.__next__
 
-    def interrupted(self):
+    def next_batch(self):
         drawn.append(1)
-        if len(drawn) == 4:
-            raise KeyboardInterrupt
+        if len(drawn) == draw:
+            for number in signals:
+                os.kill(os.getpid(), number)
         return real(self)
 
-    monkeypatch.setattr(trainer.Prefetch, "__next__", interrupted)
-    code, out, err, runs = run(TINY_IMAGES)
-    assert (code, err) == (130, "")
-    assert "Interrupted" in out
-    rows = report.read_metrics(runs / "images-0" / "metrics.jsonl")
-    assert [row["attempted_steps"] for row in rows] == [1, 2, 3]
-    assert (runs / "images-0" / "curves.png").exists()
+    monkeypatch.setattr(fit.Prefetch, "__next__", next_batch)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_run_is_saved_and_goes_on_to_the_same_end(
+    run, monkeypatch, weights_only, number, code
+):
+    weights_only.batch_at = float
+    assert run(TINY_IMAGES)[0] == 0
+
+    with monkeypatch.context() as patch:
+        send_at(patch, 4, number)
+        stopped, out, err, runs = run(TINY_IMAGES)
+    assert (stopped, err) == (code, "")
+    folder = runs / "images-1"
+    assert "Stopping after this step" in out
+    line = out.strip().split("\n")[-1]
+    assert line.startswith("Stopped; everything is saved. Go on with: opsnn train ")
+    assert line.endswith(f"--set run.folder={runs} --resume {folder}")
+    rows = report.read_metrics(folder / "metrics.jsonl")
+    assert [row["attempted_steps"] for row in rows] == [1, 2, 3, 4]
+    assert (folder / "curves.png").exists()
+    assert not (folder / "results.json").exists()
+
+    # Rows of steps that will be made again, and half a row, as kill -9 leaves them.
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(rows[-1] | {"attempted_steps": 5}) + '\n{"loss": 1.')
+    argv = shlex.split(line.split("opsnn ")[1])
+    assert cli.main(argv) == 0
+    assert_equal_ends(folder, runs / "images-0")
+
+
+def assert_equal_ends(folder, other):
+    assert report.read_metrics(folder / "metrics.jsonl") == report.read_metrics(
+        other / "metrics.jsonl"
+    )
+    results, others = (
+        json.loads((f / "results.json").read_text()) for f in (folder, other)
+    )
+    assert results | {"seconds": 0} == others | {"seconds": 0}
+
+
+def test_resume_without_a_folder_takes_the_newest(run, monkeypatch, weights_only):
+    runs = run(TINY_IMAGES)[3]
+    newest = (runs / "images-0").rename(runs / "images-10")
+    for name in ("images-9", "images-x"):  # as words, 9 would come after 10
+        (runs / name).mkdir()
+    (newest / "results.json").unlink()
+    code, out, err, _ = run(TINY_IMAGES, "--resume")
+    assert (code, err) == (0, "")
+    assert (newest / "results.json").exists() and str(newest) in out
+    assert len(report.read_metrics(newest / "metrics.jsonl")) == 6
+
+
+def test_second_interrupt_aborts(run, monkeypatch, weights_only):
+    send_at(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
+    code, _, err, runs = run(TINY_IMAGES)
+    assert (code, err) == (130, "opsnn train: interrupted.\n")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(report.read_metrics(runs / "images-0" / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--resume"], "there is no run 'images' in"),
+        (["--resume", "/nowhere"], "'/nowhere' is not the folder of a run."),
+    ],
+)
+def test_nothing_to_resume_is_one_line(run, weights_only, options, says):
+    code, _, err, _ = run(TINY_IMAGES, *options)
+    assert code == 2
+    assert says in err and err.count("\n") == 1
+
+
+def test_run_that_cannot_be_resumed_is_one_line(run, weights_only):
+    _, _, _, runs = run(TINY_IMAGES)
+    code, _, err, _ = run(TINY_IMAGES, "--resume", "--set", "optimizer.beta2=0.9")
+    assert code == 2
+    assert "optimizer.beta2 was 0.999 there and is 0.9 here." in err
+    assert err.count("\n") == 1
+    # What does not change the numbers may change.
+    options = ["--set", "run.save_every=2", "--set", "run.keep_best=1"]
+    assert run(TINY_IMAGES, "--resume", *options)[0] == 0
+    shutil.rmtree(runs / "images-0" / "checkpoints")
+    code, _, err, _ = run(TINY_IMAGES, "--resume")
+    assert code == 2
+    assert "stopped before its first checkpoint" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", ["metrics", "checkpoints"])
+def test_disk_that_fills_up_is_one_line_and_loses_nothing(
+    run, weights_only, monkeypatch, what
+):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if what == "metrics":
+        real = report.RunFolder.write_metrics
+
+        def write(self, rows):
+            if rows[-1]["attempted_steps"] > 4:
+                raise full
+            real(self, rows)
+
+        monkeypatch.setattr(report.RunFolder, "write_metrics", write)
+    else:
+        real_save = checkpoint.ocp.CheckpointManager.save
+
+        def save(self, step, **options):
+            if step > 4:
+                raise full
+            return real_save(self, step, **options)
+
+        monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", save)
+    code, _, err, runs = run(TINY_IMAGES, "--set", "run.save_every=2")
+    folder = runs / "images-0"
+    assert code == 1
+    assert "No space left on device; make room and go on from step 4 with" in err
+    assert f"--resume {folder}.\n" in err and err.count("\n") == 1
+    assert len(report.read_metrics(folder / "metrics.jsonl")) >= 4
+    monkeypatch.undo()
 
 
 def test_missing_package_is_one_line(monkeypatch, capsys):
