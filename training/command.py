@@ -13,7 +13,7 @@ from rich.text import Text
 from .checkpoint import CheckpointError
 from .config_file import ConfigError, load
 from .data import DataError
-from .fit import StuckError
+from .loop import StuckError
 from .progress import number
 from .report import RunFolderError, last_run
 from .trainer import LostRunError, Outcome, train

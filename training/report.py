@@ -14,17 +14,50 @@ class RunFolderError(Exception):
     """The folder of a run cannot be written."""
 
 
+class Rows:
+    """A file of rows, `NAME.jsonl`, each of one attempted step, in their order."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self._file = open(path, "a", encoding="utf-8")
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds rows. They are in the file when this returns."""
+        for row in rows:
+            self._file.write(_line(row))
+        self._file.flush()
+
+    def cut(self, steps: int) -> list[dict[str, Any]]:
+        """The rows up to an attempted step. The later ones, to be made again, go."""
+        rows = [r for r in read_rows(self.path) if r["attempted_steps"] <= steps]
+        self.close()
+        # Replaced, not overwritten: a crash here must not cost the rows.
+        beside = self.path.with_suffix(".new")
+        beside.write_text("".join(map(_line, rows)), encoding="utf-8")
+        beside.replace(self.path)
+        self._file = open(self.path, "a", encoding="utf-8")
+        return rows
+
+    def close(self) -> None:
+        # What could not be written has been reported by `append`.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
 class RunFolder:
-    """The folder of one run. A context manager, which closes the metrics file.
+    """The folder of one run. A context manager, which closes its files.
 
     Attributes:
       path: the folder. `config.json`, `metrics.jsonl` (a line for each step),
-        `results.json`, `curves.png` and `checkpoints` come into it.
+        `results.json`, `curves.png` and `checkpoints` come into it; with a monitor
+        `monitor.jsonl`, `monitor.png` and `tensorboard`, too.
+      metrics: the rows of `metrics.jsonl`.
     """
 
     def __init__(self, path: pathlib.Path):
         self.path = path
-        self._metrics = open(path / "metrics.jsonl", "a", encoding="utf-8")
+        self._opened = []
+        self.metrics = self.rows("metrics")
 
     @classmethod
     def new(cls, parent: str, name: str, settings: dict[str, Any]) -> "RunFolder":
@@ -37,8 +70,7 @@ class RunFolder:
           RunFolderError: if it cannot be made or written.
         """
         try:
-            path = _new_folder(pathlib.Path(parent), name)
-            folder = cls(path)
+            folder = cls(_new_folder(pathlib.Path(parent), name))
             folder.write_json("config.json", settings)
         except OSError as e:
             raise RunFolderError(
@@ -63,32 +95,18 @@ class RunFolder:
                 f"--resume: cannot write to {str(path)!r}: {e.strerror}."
             ) from e
 
-    def cut(self, steps: int) -> list[dict[str, Any]]:
-        """The rows up to an attempted step. The later ones, to be made again, go."""
-        path = self.path / "metrics.jsonl"
-        rows = [r for r in read_metrics(path) if r["attempted_steps"] <= steps]
-        self.close()
-        # Replaced, not overwritten: a crash here must not cost the rows.
-        beside = path.with_suffix(".new")
-        beside.write_text("".join(map(_line, rows)), encoding="utf-8")
-        beside.replace(path)
-        self._metrics = open(path, "a", encoding="utf-8")
-        return rows
-
-    def write_metrics(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Appends steps. They are in the file when this returns."""
-        for row in rows:
-            self._metrics.write(_line(row))
-        self._metrics.flush()
+    def rows(self, name: str) -> Rows:
+        """The rows of `NAME.jsonl`, a file that is there or made."""
+        self._opened.append(Rows(self.path / f"{name}.jsonl"))
+        return self._opened[-1]
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         text = json.dumps(_as_json(content), indent=2) + "\n"
         (self.path / name).write_text(text, encoding="utf-8")
 
     def close(self) -> None:
-        # What could not be written has been reported by `write_metrics`.
-        with contextlib.suppress(OSError):
-            self._metrics.close()
+        for rows in self._opened:
+            rows.close()
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -113,8 +131,8 @@ def last_run(parent: str, name: str) -> pathlib.Path:
     return max(numbered)[1]
 
 
-def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. A last line that was cut off is left out."""
+def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of such a file. A last line that was cut off is left out."""
     rows = []
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -186,14 +204,13 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(_as_json(row)) + "\n"
 
 
-def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+def _as_json(value: Any) -> Any:
     """JSON has no inf and NaN: they are written as words."""
-    return {
-        key: str(value)
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for key, value in row.items()
-    }
+    if isinstance(value, dict):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _number(value: Any) -> float:

@@ -121,6 +121,17 @@ class TrainState:
             ema = owned_copy(_to_float32(float_leaves(params)))
         return replace(self, params=params, ema=ema)
 
+    def with_loss_scale(self, loss_scale: LossScale) -> "TrainState":
+        """The state with a loss scale that begins anew; counts of skips go on.
+
+        For a run that changes its precision or scale midway, along with its step.
+        """
+        counts = {
+            name: getattr(self.loss_scale, name)
+            for name in ("consecutive_skips", "total_skips")
+        }
+        return replace(self, loss_scale=replace(loss_scale.init(), **counts))
+
     @property
     def eval_params(self) -> PyTree:
         """The parameters to evaluate with: the moving average where one is kept."""

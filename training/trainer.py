@@ -10,8 +10,11 @@ from rich.console import Console
 
 from .checkpoint import CheckpointError, Checkpoints
 from .config import Config
-from .fit import fit, resume
+from .config_file import ConfigError
+from .data import Prefetch
 from .interrupt import StopSignals
+from .loop import fit, resume
+from .monitor_log import MonitorLog
 from .progress import Display
 from .report import RunFolder, RunFolderError, plot_curves
 from .state import TrainState
@@ -71,7 +74,7 @@ def train(config: Config, console: Console, again: Path | None = None) -> Outcom
     with folder:
         console.print(f"run folder: {folder.path}", soft_wrap=True, highlight=False)
         task = make_task(config)
-        state, step = _prepare(config, task)
+        state = _first_state(config, task)
         with Checkpoints(
             folder.path / "checkpoints",
             config=config.trajectory(),
@@ -84,86 +87,76 @@ def train(config: Config, console: Console, again: Path | None = None) -> Outcom
                     "checkpoint. Begin anew, without --resume."
                 )
             state, batches = resume(checkpoints, state, task.batches)
-            run = _Run(config, console, task, step, checkpoints, folder)
+            run = _Run(config, console, task, checkpoints, folder)
             try:
-                return run(state, batches)
+                return run(state, Prefetch(batches))
             except (OSError, CheckpointError) as e:
                 raise LostRunError(_what_is_kept(e, folder, checkpoints)) from e
 
 
-def _prepare(config: Config, task: Task) -> tuple[TrainState, StepFn]:
+def _first_state(config: Config, task: Task) -> TrainState:
     options = config.optimization
-    scaling = {"policy": options.policy, "loss_scale": options.build_loss_scale()}
-    optimizer = make_optimizer(config.optimizer, task.steps)
-    state = TrainState.create(
+    return TrainState.create(
         task.params,
-        optimizer,
+        make_optimizer(config.optimizer, task.steps),
+        policy=options.policy,
+        loss_scale=options.build_loss_scale(),
         model_state=task.model_state,
         rng=config.run.seed,
         ema=options.ema_decay is not None,
-        **scaling,
     )
-    step = make_train_step(
+
+
+def make_step(config: Config, task: Task) -> StepFn:
+    """The step that a configuration describes."""
+    options = config.optimization
+    return make_train_step(
         task.loss_fn,
-        optimizer,
+        make_optimizer(config.optimizer, task.steps),
+        policy=options.policy,
+        loss_scale=options.build_loss_scale(),
         clip_norm=options.clip_norm,
+        clip_rules=[rule.build() for rule in options.clip_rules],
         micro_batches=options.micro_batches,
         ema_decay=options.ema_decay,
-        **scaling,
+        monitor=config.monitor.build() if config.monitor else None,
     )
-    return state, step
 
 
-@dataclass
 class _Run:
     """One run from a state on."""
 
-    config: Config
-    console: Console
-    task: Task
-    step: StepFn
-    checkpoints: Checkpoints
-    folder: RunFolder
+    def __init__(
+        self,
+        config: Config,
+        console: Console,
+        task: Task,
+        checkpoints: Checkpoints,
+        folder: RunFolder,
+    ):
+        self._config, self._console, self._task = config, console, task
+        self._checkpoints, self._folder = checkpoints, folder
+        precision = config.optimization.precision
+        self._title = f"{config.run.name}: {config.model.name}, {precision}"
 
-    def __call__(self, state: TrainState, batches) -> Outcome:
-        task, options = self.task, self.config.run
-        rows = self.folder.cut(int(state.attempted_steps))
+    def __call__(self, state: TrainState, batches: Prefetch) -> Outcome:
+        done = int(state.attempted_steps)
+        rows = self._folder.metrics.cut(done)
+        log = self._open_monitor_log(state, done)
         started = time.monotonic()
         try:
-            with (
-                Display(self.console, task.steps, task.counted) as display,
-                StopSignals(self.console.print) as stop,
-            ):
-                clock = _Rate(task.count)
-
-                def report(fetched: list[dict[str, Any]]) -> None:
-                    new = [_scalars(metrics) for metrics in fetched]
-                    rows.extend(new)
-                    self.folder.write_metrics(new)
-                    done = new[-1]["attempted_steps"]
-                    display.update(done, new[-1], clock(len(new)))
-
-                fitted = fit(
-                    self.step,
-                    state,
-                    batches,
-                    steps=task.steps,
-                    report_every=options.report_every,
-                    on_report=report,
-                    stop_after_skips=self.config.optimization.stop_after_skips,
-                    checkpoints=self.checkpoints,
-                    save_every=options.save_every,
-                    stop=stop,
-                )
+            state, task, stopped = self._fit(state, batches, rows, log)
         except BaseException:
             # The error says more than that the curves could not be drawn either.
             with contextlib.suppress(OSError):
-                self._plot(rows)
+                self._plot(rows, log)
             raise
-        plotted = self._plot(rows)
-        state = fitted.state
+        finally:
+            if log is not None:
+                log.close()
+        plotted = self._plot(rows, log)
         results, sample = {}, None
-        if fitted.stopped is None:
+        if stopped is None:
             results = task.evaluate(state.eval_params, state.model_state)
             results |= {
                 "steps": int(state.step),
@@ -173,20 +166,89 @@ class _Run:
             }
             if task.sample is not None:
                 sample = task.sample(state.eval_params, state.model_state)
-            self.folder.write_json("results.json", results | {"sample": sample})
-        return Outcome(
-            self.folder.path, results, sample, state, fitted.stopped, plotted
-        )
+            self._folder.write_json("results.json", results | {"sample": sample})
+        return Outcome(self._folder.path, results, sample, state, stopped, plotted)
 
-    def _plot(self, rows: list[dict[str, Any]]) -> bool:
-        """Whether there are curves; there are none without rows or matplotlib."""
-        if not rows:
-            return True
-        config = self.config
-        precision = config.optimization.precision
-        title = f"{config.run.name}: {config.model.name}, {precision}"
+    def _fit(
+        self,
+        state: TrainState,
+        batches: Prefetch,
+        rows: list[dict[str, Any]],
+        log: MonitorLog | None,
+    ) -> tuple[TrainState, Task, str | None]:
+        """The last state, the task of its phase, and what stopped the run, if any."""
+        options, task = self._config.run, self._task
+        with (
+            Display(self._console, task.steps, task.counted) as display,
+            StopSignals(self._console.print) as stop,
+        ):
+            clock = _Rate(task.count)
+
+            def report(fetched: list[dict[str, Any]]) -> None:
+                new = [_scalars(metrics) for metrics in fetched]
+                rows.extend(new)
+                self._folder.metrics.append(new)
+                if log is not None:
+                    log.write(fetched)
+                done = new[-1]["attempted_steps"]
+                display.update(done, new[-1], clock(len(new)))
+
+            scale = None
+            for start, end, config in self._phases():
+                before, scale = scale, config.optimization.build_loss_scale()
+                if (done := int(state.attempted_steps)) >= end:
+                    continue
+                if start > 0:
+                    task = make_task(config)
+                    # A run that goes on within a phase has its scale already.
+                    if done == start and scale != before:
+                        state = state.with_loss_scale(scale)
+                fitted = fit(
+                    make_step(config, task),
+                    state,
+                    batches,
+                    steps=end,
+                    report_every=options.report_every,
+                    on_report=report,
+                    stop_after_skips=config.optimization.stop_after_skips,
+                    checkpoints=self._checkpoints,
+                    save_every=options.save_every,
+                    stop=stop,
+                )
+                state = fitted.state
+                if fitted.stopped:
+                    return state, task, fitted.stopped
+        return state, task, None
+
+    def _phases(self) -> list[tuple[int, int, Config]]:
+        """First and last attempted step of each phase, and what holds in it."""
+        phases = [p for p in self._config.phases() if p[0] < self._task.steps]
+        ends = [start for start, _ in phases[1:]] + [self._task.steps]
+        return [(s, end, c) for (s, c), end in zip(phases, ends, strict=True)]
+
+    def _open_monitor_log(self, state: TrainState, done: int) -> MonitorLog | None:
+        options = self._config.monitor
+        if options is None:
+            return None
         try:
-            plot_curves(rows, self.folder.path / "curves.png", title)
+            return MonitorLog(
+                options.build(),
+                state.params,
+                self._folder.rows("monitor"),
+                self._folder.path / "tensorboard" if options.tensorboard else None,
+                done,
+            )
+        except ValueError as e:  # a pattern that matches nothing
+            raise ConfigError(f"monitor: {e}") from e
+
+    def _plot(self, rows: list[dict[str, Any]], log: MonitorLog | None) -> bool:
+        """Whether there are pictures; without matplotlib there are none."""
+        path = self._folder.path
+        try:
+            if rows:
+                plot_curves(rows, path / "curves.png", self._title)
+            if log is not None:
+                log.plot(path / "monitor.png", self._title)
         except ImportError:
             return False
         return True
@@ -204,7 +266,8 @@ class _Rate:
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.item() for name, value in metrics.items() if value.ndim == 0}
+    is_scalar = {name: getattr(v, "ndim", None) == 0 for name, v in metrics.items()}
+    return {name: v.item() for name, v in metrics.items() if is_scalar[name]}
 
 
 def _what_is_kept(error: Exception, folder: RunFolder, checkpoints: Checkpoints) -> str:

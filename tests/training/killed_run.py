@@ -16,7 +16,7 @@ import optax
 from opsnn_jax.training import DynamicLossScale, Policy, TrainState, make_train_step
 from opsnn_jax.training.checkpoint import Checkpoints
 from opsnn_jax.training.data import shuffled
-from opsnn_jax.training.fit import fit, resume
+from opsnn_jax.training.loop import fit, resume
 
 POLICY = Policy.parse("mixed_float16")
 # Moves often, so that what it carries matters: grows after 2, backs off after 2.

@@ -94,7 +94,9 @@ def fit(
     """
     if checkpoints is None and save_every is not None:
         raise ValueError("fit: save_every needs checkpoints=Checkpoints(...).")
-    source = Prefetch(resumable(batches), place=place)
+    # One that is given goes on: it may be ahead of what was used.
+    is_ahead = isinstance(batches, Prefetch)
+    source = batches if is_ahead else Prefetch(resumable(batches), place=place)
 
     pending, losses = [], []
 

@@ -9,7 +9,7 @@ import pytest
 
 from opsnn_jax.training.checkpoint import Checkpoints
 from opsnn_jax.training.data import BatchStream, DataError, Prefetch, resumable
-from opsnn_jax.training.fit import fit, resume
+from opsnn_jax.training.loop import fit, resume
 
 
 @pytest.fixture(scope="module")
