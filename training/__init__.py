@@ -1,7 +1,9 @@
 """Mixed-precision training: functions for any loop, a train step, and a trainer."""
 
-from .clip import clip_by_norm, global_norm
+from .checkpoint import CheckpointError, Checkpoints
+from .clip import ClipRule, clip_by_norm, clip_by_rules, global_norm
 from .leaves import all_finite, select
+from .loop import StuckError, fit, resume
 from .loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -9,22 +11,32 @@ from .loss_scale import (
     NoLossScale,
     StaticLossScale,
 )
+from .monitor import Monitor, condition_number
 from .policy import Policy
 from .state import TrainState
 from .step import make_train_step, nonfinite_paths
 
 __all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "ClipRule",
     "DynamicLossScale",
     "LossScale",
     "LossScaleState",
+    "Monitor",
     "NoLossScale",
     "Policy",
     "StaticLossScale",
+    "StuckError",
     "TrainState",
     "all_finite",
     "clip_by_norm",
+    "clip_by_rules",
+    "condition_number",
+    "fit",
     "global_norm",
     "make_train_step",
     "nonfinite_paths",
+    "resume",
     "select",
 ]

@@ -1,17 +1,25 @@
 """`opsnn train CONFIG`: trains, and shows what came of it."""
 
 import argparse
+import logging
+import pathlib
+import shlex
 import sys
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .checkpoint import CheckpointError
 from .config_file import ConfigError, load
 from .data import DataError
+from .loop import StuckError
 from .progress import number
-from .report import RunFolderError
-from .trainer import Outcome, StuckError, train
+from .report import RunFolderError, last_run
+from .trainer import LostRunError, Outcome, train
+
+# As shells count them: 128 and the number of the signal.
+_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,24 +32,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="overrides a key, as in --set run.seed=1; may be given again",
     )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN_FOLDER",
+        help="goes on with a stopped run: this one, or the newest of its name",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns its exit code: 2 for bad input, 130 after Ctrl-C."""
+    """Runs the command. Returns its exit code.
+
+    It is 2 for bad input, 1 for a run that cannot go on, 130 after Ctrl-C, 143 after
+    SIGTERM.
+    """
     console = Console()
+    # orbax logs every error with its traceback before it raises it.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
-        outcome = train(load(args.config, args.set), console)
-    except (ConfigError, DataError, RunFolderError) as e:
+        config = load(args.config, args.set)
+        again = None
+        if args.resume is not None:
+            named = pathlib.Path(args.resume) if args.resume else None
+            again = named or last_run(config.run.folder, config.run.name)
+        outcome = train(config, console, again)
+    except (ConfigError, DataError, RunFolderError, CheckpointError) as e:
         print(f"opsnn train: {e}", file=sys.stderr)
         return 2
-    except StuckError as e:
+    except (StuckError, LostRunError) as e:
         print(f"opsnn train: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("opsnn train: interrupted.", file=sys.stderr)
         return 130
     _show(outcome, console)
-    return 130 if outcome.interrupted else 0
+    if outcome.stopped is None:
+        return 0
+    # To be copied: in one line, without colours.
+    console.print(
+        f"Stopped; everything is saved. Go on with: {_again(args, outcome.folder)}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    return _EXIT_CODES[outcome.stopped]
+
+
+def _again(args: argparse.Namespace, folder: pathlib.Path) -> str:
+    words = ["opsnn", "train", args.config]
+    for override in args.set:
+        words += ["--set", override]
+    return shlex.join([*words, "--resume", str(folder)])
 
 
 def _show(outcome: Outcome, console: Console) -> None:
@@ -51,8 +93,6 @@ def _show(outcome: Outcome, console: Console) -> None:
             exact = not name.startswith(("test", "bits"))
             table.add_row(name, number(value) if exact else f"{value:.4f}")
         console.print(table)
-    if outcome.interrupted:
-        console.print("Interrupted; what was done so far is kept.")
     if outcome.sample is not None:
         console.print("The model writes:", style="bold")
         console.print(Text(outcome.sample))

@@ -7,6 +7,7 @@ optimizer: {name: adamw, learning_rate: 0.003}
 optimization: {precision: mixed_fp16, loss_scale: {initial: 4096}}
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -18,7 +19,9 @@ from pydantic import (
     model_validator,
 )
 
+from .clip import ClipRule
 from .loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from .monitor import Monitor
 from .policy import Policy
 
 
@@ -45,7 +48,14 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    """What is run, for how long, and where its results go."""
+    """What is run, for how long, and where its results go.
+
+    Attributes:
+      report_every: after so many steps metrics are shown and written.
+      save_every: after so many steps a checkpoint is saved; null for one at the end.
+      keep_last: how many of the newest checkpoints are kept.
+      keep_best: how many of those with the lowest training loss are kept besides.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
@@ -53,6 +63,9 @@ class RunConfig(Section):
     epochs: Count | None = None
     steps: Count | None = None
     report_every: Count = 10
+    save_every: Count | None = 500
+    keep_last: Count = 1
+    keep_best: Annotated[Int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
     def _one_length(self):
@@ -138,30 +151,32 @@ class DynamicConfig(Section):
         return DynamicLossScale(**self.model_dump())
 
 
-class OptimizationConfig(Section):
-    """How the step computes.
+class ClipRuleConfig(Section):
+    """The fields of ClipRule."""
 
-    Attributes:
-      precision: a policy, see `Policy.parse`.
-      loss_scale: the keys of a dynamic scale, a number for a static one, "none", or
-        "auto", which is dynamic in fp16 and none elsewhere.
-      stop_after_skips: so many skipped steps in a row end the run with the reason.
-    """
+    pattern: str
+    max_norm: Float
+    rows: bool = False
 
-    precision: str = "float32"
-    loss_scale: DynamicConfig | float | Literal["auto", "none"] = "auto"
-    clip_norm: Positive | None = None
-    micro_batches: Count = 1
-    ema_decay: Annotated[Float, Field(gt=0.0, lt=1.0)] | None = None
-    stop_after_skips: Count = 100
+    @model_validator(mode="after")
+    def _valid(self):
+        self.build()
+        return self
 
-    @field_validator("loss_scale", mode="before")
+    def build(self) -> ClipRule:
+        return ClipRule(**self.model_dump())
+
+
+class _Scaled(Section):
+    """What has a precision and a loss scale."""
+
+    @field_validator("loss_scale", mode="before", check_fields=False)
     @classmethod
     def _one_kind(cls, given: Any):
         # Decided here, so that an error speaks of the kind that was meant.
         if isinstance(given, dict):
             return DynamicConfig(**given)
-        if given in ("auto", "none"):
+        if given is None or given in ("auto", "none"):
             return given
         try:
             value = float(_true_is_no_number(given))
@@ -171,15 +186,70 @@ class OptimizationConfig(Section):
             ) from None
         return StaticLossScale(value).value
 
-    @field_validator("precision")
+    @field_validator("precision", check_fields=False)
     @classmethod
-    def _known(cls, given: str):
-        Policy.parse(given)
+    def _known(cls, given: str | None):
+        if given is not None:
+            Policy.parse(given)
         return given
+
+
+class PhaseConfig(_Scaled):
+    """What changes after `after` attempted steps, until the next phase."""
+
+    after: Count
+    precision: str | None = None
+    loss_scale: DynamicConfig | float | Literal["auto", "none"] | None = None
+
+
+class OptimizationConfig(_Scaled):
+    """How the step computes.
+
+    Attributes:
+      precision: a policy, see `Policy.parse`.
+      rules: dtypes of layers whose path has a match of a regular expression.
+      loss_scale: the keys of a dynamic scale, a number for a static one, "none", or
+        "auto", which is dynamic in fp16 and none elsewhere.
+      clip_rules: see `ClipRule`.
+      phases: later phases of the run, with another precision or loss scale.
+      stop_after_skips: so many skipped steps in a row end the run with the reason.
+    """
+
+    precision: str = "float32"
+    rules: dict[str, str] = {}
+    loss_scale: DynamicConfig | float | Literal["auto", "none"] = "auto"
+    phases: tuple[PhaseConfig, ...] = ()
+    clip_norm: Positive | None = None
+    clip_rules: tuple[ClipRuleConfig, ...] = ()
+    micro_batches: Count = 1
+    ema_decay: Annotated[Float, Field(gt=0.0, lt=1.0)] | None = None
+    stop_after_skips: Count = 100
+
+    @field_validator("loss_scale", mode="before")
+    @classmethod
+    def _some_kind(cls, given: Any):
+        if given is None:
+            raise ValueError("expected 'auto', 'none', a number, or keys of a scale")
+        return given
+
+    @model_validator(mode="after")
+    def _valid(self):
+        _ = self.policy
+        starts = [phase.after for phase in self.phases]
+        if starts != sorted(set(starts)):
+            raise ValueError(
+                f"phases: `after` must rise from one to the next; {starts}"
+            )
+        for phase in self.phases:
+            if phase.precision and Policy.parse(phase.precision).params != (
+                self.policy.params
+            ):
+                raise ValueError("phases: all must keep the parameters in one dtype")
+        return self
 
     @property
     def policy(self) -> Policy:
-        return Policy.parse(self.precision)
+        return replace(Policy.parse(self.precision), rules=tuple(self.rules.items()))
 
     def build_loss_scale(self) -> LossScale:
         if isinstance(self.loss_scale, DynamicConfig):
@@ -191,6 +261,23 @@ class OptimizationConfig(Section):
         return StaticLossScale(self.loss_scale)
 
 
+class MonitorConfig(Section):
+    """The fields of Monitor, and whether TensorBoard is written for."""
+
+    every: Count = Monitor.every
+    condition: tuple[str, ...] = Monitor.condition
+    iterations: Count = Monitor.iterations
+    tensorboard: bool = True
+
+    @model_validator(mode="after")
+    def _valid(self):
+        self.build()
+        return self
+
+    def build(self) -> Monitor:
+        return Monitor(**self.model_dump(exclude={"tensorboard"}))
+
+
 class Config(Section):
     """A whole run."""
 
@@ -199,6 +286,32 @@ class Config(Section):
     model: Annotated[ResNetConfig | GptConfig, Field(discriminator="name")]
     optimizer: OptimizerConfig = OptimizerConfig()
     optimization: OptimizationConfig = OptimizationConfig()
+    monitor: MonitorConfig | None = None
+
+    def phases(self) -> list[tuple[int, "Config"]]:
+        """The run's phases: after how many attempted steps, and what holds then."""
+        whole = self.optimization
+        phases = [(0, self)]
+        for phase in whole.phases:
+            changed = phase.model_dump(include={"precision"}, exclude_none=True)
+            if phase.loss_scale is not None:
+                changed["loss_scale"] = phase.loss_scale
+            options = whole.model_copy(update=changed)
+            config = self.model_copy(update={"optimization": options})
+            phases.append((phase.after, config))
+        return phases
+
+    def trajectory(self) -> dict[str, Any]:
+        """The settings that decide the numbers of a run, which it cannot change midway.
+
+        The rest is where results go and how often they are shown and saved. How long
+        the run is belongs here, for the learning rate depends on it.
+        """
+        settings = self.model_dump(mode="json")
+        for key in ("folder", "report_every", "save_every", "keep_last", "keep_best"):
+            del settings["run"][key]
+        del settings["optimization"]["stop_after_skips"], settings["monitor"]
+        return settings
 
     @model_validator(mode="after")
     def _fits(self):

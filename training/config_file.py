@@ -7,13 +7,16 @@ import yaml
 from pydantic import ValidationError
 
 from .config import (
+    ClipRuleConfig,
     Config,
     DynamicConfig,
     GptConfig,
     ManualConfig,
     MnistConfig,
+    MonitorConfig,
     OptimizationConfig,
     OptimizerConfig,
+    PhaseConfig,
     ResNetConfig,
     RunConfig,
     Section,
@@ -144,10 +147,15 @@ def _allowed(path: list[str], given: dict) -> list[str]:
         ("optimizer",): OptimizerConfig,
         ("optimization",): OptimizationConfig,
         ("optimization", "loss_scale"): DynamicConfig,
+        ("optimization", "clip_rules"): ClipRuleConfig,
+        ("optimization", "phases"): PhaseConfig,
+        ("optimization", "phases", "loss_scale"): DynamicConfig,
+        ("monitor",): MonitorConfig,
         ("data",): MnistConfig,
         ("model",): ResNetConfig,
     }
-    section = sections[tuple(path)]
+    # The number of an item of a list is not part of the kind of section.
+    section = sections[tuple(part for part in path if not part.isdecimal())]
     named = {c.model_fields["name"].annotation: c for c in (ManualConfig, GptConfig)}
     name = given[path[0]].get("name") if path else None
     return list(named.get(Literal[name], section).model_fields)

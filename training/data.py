@@ -8,12 +8,13 @@ two runs with one seed see the same batches, and a run can go on where another s
 """
 
 import collections
+import copy
 import gzip
 import importlib.util
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -56,21 +57,76 @@ class BatchStream:
         self._drawn = int(state["drawn"])
 
 
+class Counted:
+    """Any iterable with a state: how many batches were drawn.
+
+    To go back to a state it begins anew and draws as many, so the iterable must give
+    the same batches again.
+    """
+
+    def __init__(self, batches: Iterable):
+        self._batches = batches
+        self._iterator, self._drawn = iter(batches), 0
+
+    def __iter__(self) -> "Counted":
+        return self
+
+    def __next__(self):
+        batch = next(self._iterator)
+        self._drawn += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        return {"drawn": self._drawn}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        if state["drawn"] < self._drawn:
+            self._iterator, self._drawn = iter(self._batches), 0
+        while self._drawn < state["drawn"]:
+            try:
+                next(self)
+            except StopIteration:
+                raise DataError(
+                    f"data: {state['drawn']} batches were drawn before the checkpoint; "
+                    f"now there are only {self._drawn}."
+                ) from None
+
+
+def resumable(batches: Iterable) -> ResumableIterator:
+    """An iterator that can say where it is, in its own way or by how many it gave."""
+    iterator = iter(batches)
+    if hasattr(iterator, "get_state") and hasattr(iterator, "set_state"):
+        return iterator
+    return Counted(batches)
+
+
 class Prefetch:
     """Puts batches on the device ahead of their use. Its state is that of the user."""
 
-    def __init__(self, batches: ResumableIterator, ahead: int = 2):
-        self._batches, self._ahead = batches, ahead
+    def __init__(
+        self,
+        batches: ResumableIterator,
+        ahead: int = 2,
+        place: Callable[[Any], Any] = jax.device_put,
+    ):
+        self._batches, self._ahead, self._place = batches, ahead, place
         self._queue = collections.deque()
-        self._state = batches.get_state()
+        self._ended = False
+        self._state = self._position()
 
     def __iter__(self) -> "Prefetch":
         return self
 
     def __next__(self):
-        while len(self._queue) <= self._ahead:
-            batch = jax.device_put(next(self._batches))
-            self._queue.append((batch, self._batches.get_state()))
+        while len(self._queue) <= self._ahead and not self._ended:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._ended = True
+            else:
+                self._queue.append((self._place(batch), self._position()))
+        if not self._queue:
+            raise StopIteration
         batch, self._state = self._queue.popleft()
         return batch
 
@@ -80,8 +136,13 @@ class Prefetch:
 
     def set_state(self, state) -> None:
         self._queue.clear()
+        self._ended = False
         self._batches.set_state(state)
-        self._state = self._batches.get_state()
+        self._state = self._position()
+
+    def _position(self):
+        # A copy: some iterators hand out the dict that they go on counting in.
+        return copy.deepcopy(self._batches.get_state())
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,26 @@ def path_name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def varying_axes(x: jax.Array) -> tuple[str, ...]:
+    """The axes of a mesh over which an array differs from device to device.
+
+    There are some inside `jax.shard_map` only, with `check_vma=True`, its default.
+    """
+    return tuple(sorted(jax.typeof(x).manual_axis_type.varying))
+
+
 def finite_by_leaf(tree: PyTree) -> jax.Array:
-    """For each floating leaf, in order, whether all of it is finite. (leaves,) bool."""
+    """For each floating leaf, in order, whether all of it is finite. (leaves,) bool.
+
+    Inside `jax.shard_map` all of it means on all devices.
+    """
     verdicts = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_float(x)]
-    return jnp.stack(verdicts) if verdicts else jnp.ones((0,), bool)
+    return _everywhere(jnp.stack(verdicts)) if verdicts else jnp.ones((0,), bool)
+
+
+def _everywhere(verdict: jax.Array) -> jax.Array:
+    axes = varying_axes(verdict)
+    return jax.lax.pmin(verdict.astype(jnp.int32), axes) > 0 if axes else verdict
 
 
 def all_finite(tree: PyTree) -> jax.Array:
@@ -64,7 +80,7 @@ def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
         for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
         if is_float(n)
     ]
-    return jnp.stack(verdicts).all() if verdicts else jnp.asarray(True)
+    return _everywhere(jnp.stack(verdicts).all()) if verdicts else jnp.asarray(True)
 
 
 def select(take_new: jax.Array, new: PyTree, old: PyTree) -> PyTree:

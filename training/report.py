@@ -1,5 +1,7 @@
 """What a run leaves behind: a folder with its settings, metrics and curves."""
 
+import contextlib
+import glob
 import itertools
 import json
 import math
@@ -12,43 +14,99 @@ class RunFolderError(Exception):
     """The folder of a run cannot be written."""
 
 
-class RunFolder:
-    """A new folder, `parent/name-0`, `parent/name-1`, ..., never one that is there.
+class Rows:
+    """A file of rows, `NAME.jsonl`, each of one attempted step, in their order."""
 
-    It is made, and written to, when this object is: what cannot be kept must be known
-    before hours are spent. A context manager, which closes the metrics file.
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self._file = open(path, "a", encoding="utf-8")
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds rows. They are in the file when this returns."""
+        for row in rows:
+            self._file.write(_line(row))
+        self._file.flush()
+
+    def cut(self, steps: int) -> list[dict[str, Any]]:
+        """The rows up to an attempted step. The later ones, to be made again, go."""
+        rows = [r for r in read_rows(self.path) if r["attempted_steps"] <= steps]
+        self.close()
+        # Replaced, not overwritten: a crash here must not cost the rows.
+        beside = self.path.with_suffix(".new")
+        beside.write_text("".join(map(_line, rows)), encoding="utf-8")
+        beside.replace(self.path)
+        self._file = open(self.path, "a", encoding="utf-8")
+        return rows
+
+    def close(self) -> None:
+        # What could not be written has been reported by `append`.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class RunFolder:
+    """The folder of one run. A context manager, which closes its files.
 
     Attributes:
       path: the folder. `config.json`, `metrics.jsonl` (a line for each step),
-        `results.json` and `curves.png` come into it.
-
-    Raises:
-      RunFolderError: if it cannot be made or written.
+        `results.json`, `curves.png` and `checkpoints` come into it; with a monitor
+        `monitor.jsonl`, `monitor.png` and `tensorboard`, too.
+      metrics: the rows of `metrics.jsonl`.
     """
 
-    def __init__(self, parent: str, name: str, settings: dict[str, Any]):
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self._opened = []
+        self.metrics = self.rows("metrics")
+
+    @classmethod
+    def new(cls, parent: str, name: str, settings: dict[str, Any]) -> "RunFolder":
+        """Makes `parent/name-0`, `parent/name-1`, ..., never one that is there.
+
+        It is made and written to at once: what cannot be kept must be known before
+        hours are spent.
+
+        Raises:
+          RunFolderError: if it cannot be made or written.
+        """
         try:
-            self.path = _new_folder(pathlib.Path(parent), name)
-            self.write_json("config.json", settings)
-            self._metrics = open(self.path / "metrics.jsonl", "w", encoding="utf-8")
+            folder = cls(_new_folder(pathlib.Path(parent), name))
+            folder.write_json("config.json", settings)
         except OSError as e:
             raise RunFolderError(
                 f"run.folder: cannot write to {parent!r}: {e.strerror}. "
                 "Choose another, as in --set run.folder=/tmp/runs."
             ) from e
+        return folder
 
-    def write_metrics(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Appends steps. They are in the file when this returns."""
-        for row in rows:
-            self._metrics.write(json.dumps(_as_json(row)) + "\n")
-        self._metrics.flush()
+    @classmethod
+    def again(cls, path: pathlib.Path) -> "RunFolder":
+        """The folder of a run that goes on.
+
+        Raises:
+          RunFolderError: if there is none, or it cannot be written.
+        """
+        if not (path / "config.json").is_file():
+            raise RunFolderError(f"--resume: {str(path)!r} is not the folder of a run.")
+        try:
+            return cls(path)
+        except OSError as e:
+            raise RunFolderError(
+                f"--resume: cannot write to {str(path)!r}: {e.strerror}."
+            ) from e
+
+    def rows(self, name: str) -> Rows:
+        """The rows of `NAME.jsonl`, a file that is there or made."""
+        self._opened.append(Rows(self.path / f"{name}.jsonl"))
+        return self._opened[-1]
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         text = json.dumps(_as_json(content), indent=2) + "\n"
         (self.path / name).write_text(text, encoding="utf-8")
 
     def close(self) -> None:
-        self._metrics.close()
+        for rows in self._opened:
+            rows.close()
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -57,10 +115,30 @@ class RunFolder:
         self.close()
 
 
-def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file."""
+def last_run(parent: str, name: str) -> pathlib.Path:
+    """The newest folder of the runs with a name.
+
+    Raises:
+      RunFolderError: if there is none.
+    """
+    numbered = [
+        (int(number), path)
+        for path in pathlib.Path(parent).glob(f"{glob.escape(name)}-*")
+        if (number := path.name.removeprefix(f"{name}-")).isdecimal()
+    ]
+    if not numbered:
+        raise RunFolderError(f"--resume: there is no run {name!r} in {parent!r} yet.")
+    return max(numbered)[1]
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of such a file. A last line that was cut off is left out."""
+    rows = []
     with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        for line in file:
+            if line.endswith("\n"):
+                rows.append(json.loads(line))
+    return rows
 
 
 def plot_curves(rows: Sequence[dict[str, Any]], path: pathlib.Path, title: str) -> None:
@@ -122,14 +200,17 @@ def _new_folder(parent: pathlib.Path, name: str) -> pathlib.Path:
         return path
 
 
-def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(_as_json(row)) + "\n"
+
+
+def _as_json(value: Any) -> Any:
     """JSON has no inf and NaN: they are written as words."""
-    return {
-        key: str(value)
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for key, value in row.items()
-    }
+    if isinstance(value, dict):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _number(value: Any) -> float:

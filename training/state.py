@@ -1,6 +1,6 @@
 """Everything a training run carries from step to step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .leaves import PyTree, float_leaves, merge, owned_copy
+from .leaves import (
+    PyTree,
+    float_leaves,
+    is_float,
+    merge,
+    of_same_types,
+    owned_copy,
+)
 from .loss_scale import LossScale, LossScaleState
 from .policy import Policy
 
@@ -92,6 +99,38 @@ class TrainState:
             attempted_steps=jnp.asarray(0, jnp.int32),
             ema=owned_copy(_to_float32(floats)) if ema else None,
         )
+
+    def with_params(self, params: PyTree) -> "TrainState":
+        """The state with other parameters, loaded ones say, from which it goes on.
+
+        They become the master weights, in their dtypes, and the average begins with
+        them. The optimizer's state stays.
+
+        Raises:
+          TypeError: if they differ from those before in structure or a shape.
+        """
+
+        def cast(new, old):
+            return new.astype(old.dtype) if is_float(new) and is_float(old) else new
+
+        params = of_same_types(
+            jax.tree.map(cast, owned_copy(params), self.params), self.params
+        )
+        ema = self.ema
+        if ema is not None:
+            ema = owned_copy(_to_float32(float_leaves(params)))
+        return replace(self, params=params, ema=ema)
+
+    def with_loss_scale(self, loss_scale: LossScale) -> "TrainState":
+        """The state with a loss scale that begins anew; counts of skips go on.
+
+        For a run that changes its precision or scale midway, along with its step.
+        """
+        counts = {
+            name: getattr(self.loss_scale, name)
+            for name in ("consecutive_skips", "total_skips")
+        }
+        return replace(self, loss_scale=replace(loss_scale.init(), **counts))
 
     @property
     def eval_params(self) -> PyTree:

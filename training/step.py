@@ -17,16 +17,15 @@ The order, and why:
 8. The scale is adjusted, last, so that 2 used the scale of 1.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .clip import clip_by_norm, global_norm
+from .clip import ClipRule, clip_by_norm, clip_by_rules, global_norm
 from .leaves import (
     PyTree,
     finite_by_leaf,
@@ -39,13 +38,11 @@ from .leaves import (
     stays_finite,
 )
 from .loss_scale import LossScale
+from .monitor import Monitor
 from .policy import Policy
 from .state import TrainState
+from .window import LossFn, accumulate
 
-# loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))
-LossFn = Callable[
-    [PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, tuple[PyTree, dict]]
-]
 StepFn = Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -56,10 +53,12 @@ def make_train_step(
     policy: Policy,
     loss_scale: LossScale | None = None,
     clip_norm: float | None = None,
+    clip_rules: Sequence[ClipRule] = (),
     micro_batches: int = 1,
     weight_fn: Callable[[PyTree], jax.Array] | None = None,
     ema_decay: float | None = None,
     axis_names: str | tuple[str, ...] = (),
+    monitor: Monitor | None = None,
     donate: bool = True,
 ) -> StepFn:
     """Makes `step(state, batch) -> (state, metrics)`, jitted.
@@ -76,6 +75,7 @@ def make_train_step(
         give to the model.
       loss_scale: None for `policy.default_loss_scale()`.
       clip_norm: the bound of the gradient's global norm, or None.
+      clip_rules: bounds for some parameters or for each row of them, which hold first.
       micro_batches: in how many equal parts along its first axis a batch is done, one
         after the other. One update is made for all of them.
       weight_fn: `weight_fn(batch)`, how much a (micro-)batch counts, a scalar of at
@@ -84,8 +84,11 @@ def make_train_step(
         optimizer sees a gradient of zero.
       ema_decay: of the moving average, for states created with `ema=True`.
       axis_names: mesh axes over which batches are split, when the step is called inside
-        `jax.shard_map` with a replicated state. Under plain jit with sharded arrays
-        leave it empty: values there are global already.
+        `jax.shard_map` (with `check_vma=True`, its default). Parameters may be split
+        over other axes, and the optimizer's state along with them; the verdict and the
+        norm are still global. Under plain jit with sharded arrays leave it empty:
+        values there are global already.
+      monitor: what else is measured, now and then.
       donate: reuse the buffers of the state passed in, which is gone afterwards.
 
     Returns:
@@ -93,7 +96,7 @@ def make_train_step(
       `grad_norm` (fp32, before clipping), `loss_scale` (that this step used),
       `skipped`, `step`, `attempted_steps`, `consecutive_skips`, `total_skips`, and
       those of `loss_fn`; and `finite_leaves`, (leaves,) bool, for each floating leaf of
-      the parameters whether its gradient was finite.
+      the parameters whether its gradient was finite. With a monitor, `monitor` too.
 
     Raises:
       ValueError: for an option out of its range; by the call, for a batch that does not
@@ -123,14 +126,23 @@ def make_train_step(
 
     def step(state: TrainState, batch: PyTree):
         _check_params(state, policy, ema_decay)
-        window = _window(
-            loss_fn, loss_scale, state, batch, micro_batches, weight_fn, axes
+        window = accumulate(
+            loss_fn,
+            policy,
+            loss_scale,
+            state,
+            batch,
+            micro_batches,
+            weight_fn,
+            axes,
         )
         grads, loss = window.grads, window.loss
         finite_leaves = finite_by_leaf(grads)
         norm = global_norm(grads)
+        clipped = clip_by_rules(grads, clip_rules) if clip_rules else grads
         if clip_norm is not None:
-            grads = clip_by_norm(grads, clip_norm, norm)
+            left = global_norm(clipped) if clip_rules else norm
+            clipped = clip_by_norm(clipped, clip_norm, left)
 
         # The norm can exceed fp32 though every gradient is finite; clipping would then
         # make all of them zero.
@@ -141,7 +153,7 @@ def make_train_step(
         def update():
             floats = float_leaves(state.params)
             # What is updated is the master weight, whatever its dtype.
-            cast = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, floats)
+            cast = jax.tree.map(lambda g, p: g.astype(p.dtype), clipped, floats)
             # optax mixes integers and floats, which strict promotion forbids.
             with jax.numpy_dtype_promotion("standard"):
                 updates, opt_state = optimizer.update(
@@ -179,11 +191,15 @@ def make_train_step(
             "total_skips": new.loss_scale.total_skips,
             "finite_leaves": finite_leaves,
         }
-        taken = sorted(metrics.keys() & window.metrics.keys())
+        taken = sorted((metrics.keys() | {"monitor"}) & window.metrics.keys())
         if taken:
             raise ValueError(
                 f"make_train_step: loss_fn returns a metric named {taken[0]!r}, which "
                 "the step reports itself. Give it another name."
+            )
+        if monitor is not None:
+            metrics["monitor"] = monitor.measure(
+                state.attempted_steps, grads, state.params, new.params
             )
         return new, metrics | window.metrics
 
@@ -194,136 +210,6 @@ def _written(state: TrainState) -> dict[str, PyTree]:
     """What a step writes and a skip leaves alone, by name: errors speak of it."""
     names = ("params", "opt_state", "model_state", "ema", "step")
     return {name: getattr(state, name) for name in names}
-
-
-class _Window(NamedTuple):
-    """What the micro-batches of one step come to."""
-
-    grads: PyTree  # fp32, unscaled, weighted mean
-    loss: jax.Array  # fp32, unscaled, weighted mean
-    model_state: PyTree
-    metrics: dict[str, jax.Array]  # fp32, weighted means
-
-
-def _window(loss_fn, loss_scale, state, batch, micro_batches, weight_fn, axes):
-    # Inside shard_map JAX would sum a replicated parameter's gradient over the mesh
-    # where the parameter is used, which is in half precision. Made varying first, it
-    # gets the device's own gradient, in fp32, to be summed below.
-    vary = functools.partial(_pcast, axes=axes)
-    params, model_state = vary((state.params, state.model_state))
-    floats = float_leaves(params)
-    rng = jax.random.fold_in(state.rng, state.step)
-    for axis in axes:
-        rng = jax.random.fold_in(rng, jax.lax.axis_index(axis))
-
-    def one(carry, part_and_number):
-        """Adds one micro-batch."""
-        grad_sum, model_state = carry
-        part, number = part_and_number
-
-        def scaled_loss(floats):
-            returned = loss_fn(
-                merge(floats, params),
-                # Rebuilt here: flax nnx may only write variables made in this trace.
-                jax.tree.map(lambda x: x, model_state),
-                part,
-                jax.random.fold_in(rng, number),
-            )
-            loss, new_model_state, metrics = _returned(returned)
-            # The loss itself is reported, not scaled/scale: that may be inf/inf.
-            scaled = loss_scale.scale(state.loss_scale, loss)
-            return scaled, (loss, new_model_state, metrics)
-
-        grads, (loss, new_model_state, metrics) = jax.grad(scaled_loss, has_aux=True)(
-            floats
-        )
-        grads = loss_scale.unscale(state.loss_scale, grads)
-        weight = vary(_weight(weight_fn, part))
-        # Not `weight > 0`: a NaN counts, so that the step is skipped and seen to be.
-        counts = ~(weight <= 0)
-
-        def weigh(x):
-            # Nothing, not even a NaN, comes from a micro-batch that counts nothing.
-            x = jnp.asarray(x).astype(jnp.float32)
-            return jnp.where(counts, weight * x, jnp.zeros_like(x))
-
-        grad_sum = jax.tree.map(lambda s, g: s + weigh(g), grad_sum, grads)
-        model_state = select(counts, vary(new_model_state), model_state)
-        terms = vary(jax.tree.map(weigh, (loss, metrics)))
-        return (grad_sum, model_state), (*terms, weight)
-
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), floats)
-    carry = vary(zeros), model_state
-    if micro_batches == 1:
-        (grad_sum, model_state), terms = one(carry, (batch, 0))
-    else:
-        parts = _split(batch, micro_batches), jnp.arange(micro_batches)
-        (grad_sum, model_state), terms = jax.lax.scan(one, carry, parts)
-        terms = jax.tree.map(lambda x: x.sum(0), terms)
-
-    *sums, weight = (grad_sum, *terms)
-    if axes:
-        sums, weight = jax.lax.psum((sums, weight), axes)
-        model_state = jax.tree.map(lambda x: _replicated(x, axes), model_state)
-    # A window that counts nothing has gradient zero, not 0/0.
-    weight = jnp.where(weight > 0, weight, 1.0)
-    grads, loss, metrics = jax.tree.map(lambda x: x / weight, tuple(sums))
-    return _Window(grads, loss, model_state, metrics)
-
-
-def _returned(returned: Any) -> tuple[jax.Array, PyTree, dict]:
-    """The loss in fp32, the model state and the metrics that `loss_fn` returned."""
-    try:
-        loss, (model_state, metrics) = returned
-        loss = jnp.asarray(loss).astype(jnp.float32)
-    except (TypeError, ValueError):
-        loss = metrics = None
-    if loss is None or loss.ndim or not isinstance(metrics, dict):
-        raise TypeError(
-            "train step: loss_fn must return (loss, (model_state, metrics)), the loss "
-            f"a scalar and metrics a dict; got {jax.tree.map(jnp.shape, returned)} "
-            "with shapes for arrays. A model without state returns () for it."
-        )
-    return loss, model_state, metrics
-
-
-def _weight(weight_fn: Callable | None, part: PyTree) -> jax.Array:
-    weight = jnp.asarray(1.0 if weight_fn is None else weight_fn(part))
-    if weight.ndim:
-        raise ValueError(
-            "train step: weight_fn must return a scalar for the whole (micro-)batch; "
-            f"got shape {weight.shape}. Return its sum."
-        )
-    return jnp.maximum(weight.astype(jnp.float32), 0.0)
-
-
-def _split(batch: PyTree, micro_batches: int) -> PyTree:
-    def split(path, x):
-        if not x.ndim or x.shape[0] % micro_batches:
-            raise ValueError(
-                f"train step: the first axis of batch leaf {path_name(path)!r} must "
-                f"divide by micro_batches={micro_batches}; got shape {x.shape}. Fill "
-                "it up with rows that count nothing in weight_fn."
-            )
-        return x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:])
-
-    return jax.tree.map_with_path(split, batch)
-
-
-def _pcast(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """The tree, varying over the axes."""
-
-    def cast(x):
-        varying = jax.typeof(x).manual_axis_type.varying
-        missing = tuple(a for a in axes if a not in varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree) if axes else tree
-
-
-def _replicated(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Model state after a window: the mean over devices; counters agree already."""
-    return jax.lax.pmean(x, axes) if is_float(x) else jax.lax.pmax(x, axes)
 
 
 def _average(ema: PyTree, floats: PyTree, decay: float | None) -> PyTree:

@@ -1,8 +1,10 @@
 """What a configuration trains: a model, its loss, its data and how it is judged."""
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,8 @@ from ..models.resnet import ResNet
 from . import data
 from .config import Config, OptimizerConfig
 from .leaves import PyTree
-from .step import LossFn
+from .policy import Policy
+from .window import LossFn
 
 # The same draws whatever the run's seed, so that samples of two runs compare.
 _SAMPLE_SEED = 0
@@ -81,11 +84,13 @@ def classify_images(config: Config) -> Task:
     options, policy = config.data, config.optimization.policy
     images = data.load_mnist(options.test_size, config.run.seed)
     batches = data.shuffled(images.train, options.batch_size, config.run.seed)
-    model = ResNet(config.model.widths, config.model.blocks, dtype=policy.compute)
+    dtypes = _LayerDtypes(policy)
+    model = ResNet(config.model.widths, config.model.blocks, dtypes=dtypes)
     # Under jit: op by op it would compile each of them.
     variables = jax.jit(functools.partial(model.init, train=False))(
         jax.random.key(config.run.seed), images.train["image"][:1]
     )
+    dtypes.check()
 
     def loss_fn(params, batch_stats, batch, rng):
         logits, new = model.apply(
@@ -141,6 +146,8 @@ def model_text(config: Config) -> Task:
 
     windows = data.consecutive_windows(text.test, length)
 
+    dtypes = _LayerDtypes(policy)
+
     def make():
         return GPT(
             len(text.alphabet),
@@ -149,11 +156,12 @@ def model_text(config: Config) -> Task:
             width=shape.width,
             heads=shape.heads,
             dropout=shape.dropout,
-            dtype=policy.compute,
+            dtypes=dtypes,
             rngs=nnx.Rngs(config.run.seed),
         )
 
     graph, _ = nnx.split(nnx.eval_shape(make))
+    dtypes.check()
     # Under jit: op by op it would compile each of them.
     params = jax.jit(lambda: nnx.split(make())[1])()
 
@@ -202,6 +210,26 @@ def model_text(config: Config) -> Task:
         evaluate=evaluate,
         sample=sample,
     )
+
+
+class _LayerDtypes:
+    """The dtype of each layer by its path; knows which rules were for one."""
+
+    def __init__(self, policy: Policy):
+        self._policy, self._paths = policy, []
+
+    def __call__(self, path: str) -> Any:
+        self._paths.append(path)
+        return self._policy.compute_dtype(path)
+
+    def check(self) -> None:
+        """Once the model is made. A rule for no layer is most likely a slip."""
+        for pattern, _ in self._policy.rules:
+            if not any(re.search(pattern, path) for path in self._paths):
+                raise data.DataError(
+                    f"optimization.rules: {pattern!r} matches no layer; those are "
+                    f"{', '.join(dict.fromkeys(self._paths))}."
+                )
 
 
 def shifted(images: jax.Array, rng: jax.Array, by: int) -> jax.Array:

@@ -5,6 +5,7 @@ matters: statistics are fp32, the residual stream is `dtype`, logits are fp32. T
 embedding is the last layer's weight too (Press and Wolf, 2017).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,11 @@ from opsnn_jax.nn.nnx import MultiHeadAttention
 
 
 class GPT(nnx.Module):
-    """Tokens `(B, T)` int32 to logits `(B, T, vocabulary)` fp32, T up to `length`."""
+    """Tokens `(B, T)` int32 to logits `(B, T, vocabulary)` fp32, T up to `length`.
+
+    `dtypes` gives the dtype of a layer by its path, `blocks/0/mlp_norm` say, in place
+    of `dtype`.
+    """
 
     def __init__(
         self,
@@ -27,18 +32,23 @@ class GPT(nnx.Module):
         heads: int = 4,
         dropout: float = 0.0,
         dtype: Any = jnp.float32,
+        dtypes: Callable[[str], Any] | None = None,
         rngs: nnx.Rngs,
     ):
-        self.length, self.dtype = length, dtype
-        small = nnx.initializers.normal(0.02)
-        embed = {"embedding_init": small, "dtype": dtype, "rngs": rngs}
-        self.tokens = nnx.Embed(vocabulary, width, **embed)
-        self.positions = nnx.Embed(length, width, **embed)
+        of = dtypes or (lambda path: dtype)
+        # The last layer computes in what its weight, the embedding, does.
+        self.length, self.dtype = length, of("tokens")
+        embed = {"embedding_init": nnx.initializers.normal(0.02), "rngs": rngs}
+        self.tokens = nnx.Embed(vocabulary, width, dtype=of("tokens"), **embed)
+        self.positions = nnx.Embed(length, width, dtype=of("positions"), **embed)
         self.dropout = nnx.Dropout(dropout)
         self.blocks = nnx.List(
-            [Block(width, heads, dropout, dtype, rngs) for _ in range(layers)]
+            [
+                Block(width, heads, dropout, lambda p, i=i: of(f"blocks/{i}/{p}"), rngs)
+                for i in range(layers)
+            ]
         )
-        self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(width, dtype=of("norm"), rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, *, dropout_key: jax.Array | None = None
@@ -52,7 +62,7 @@ class GPT(nnx.Module):
         # The fp32 sum of a product in `dtype` stays fp32: rounded logits cost accuracy.
         return jnp.einsum(
             "btd,vd->btv",
-            self.norm(x),
+            self.norm(x).astype(self.dtype),
             self.tokens.embedding[...].astype(self.dtype),
             preferred_element_type=jnp.float32,
         )
@@ -62,14 +72,23 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self, width: int, heads: int, dropout: float, dtype: Any, rngs: nnx.Rngs
+        self,
+        width: int,
+        heads: int,
+        dropout: float,
+        dtypes: Callable[[str], Any],
+        rngs: nnx.Rngs,
     ):
-        make = {"dtype": dtype, "rngs": rngs}
-        self.attention_norm = nnx.LayerNorm(width, **make)
-        self.attention = MultiHeadAttention(heads, width, decode=False, **make)
-        self.mlp_norm = nnx.LayerNorm(width, **make)
-        self.up = nnx.Linear(width, 4 * width, **make)
-        self.down = nnx.Linear(4 * width, width, **make)
+        def make(name):
+            return {"dtype": dtypes(name), "rngs": rngs}
+
+        self.attention_norm = nnx.LayerNorm(width, **make("attention_norm"))
+        self.attention = MultiHeadAttention(
+            heads, width, decode=False, **make("attention")
+        )
+        self.mlp_norm = nnx.LayerNorm(width, **make("mlp_norm"))
+        self.up = nnx.Linear(width, 4 * width, **make("up"))
+        self.down = nnx.Linear(4 * width, width, **make("down"))
         self.dropout = nnx.Dropout(dropout)
 
     def __call__(self, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:

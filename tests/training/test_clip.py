@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from opsnn_jax.training import StaticLossScale, clip_by_norm, global_norm
+from opsnn_jax.training.clip import ClipRule, clip_by_rules
 
 
 @pytest.mark.parametrize(
@@ -61,3 +62,40 @@ def test_clipping_does_not_depend_on_the_scale(scale):
     grads = config.unscale(config.init(), [jnp.asarray([0.3, 0.4]) * scale])
     clipped = clip_by_norm(grads, 1.0, global_norm(grads))
     chex.assert_trees_all_equal(clipped, [jnp.asarray([0.3, 0.4])])
+
+
+def test_rules_clip_parameters_and_rows_on_their_own():
+    grads = {
+        "embedding": jnp.asarray([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [1e30, 0.0]]),
+        "head": {"kernel": jnp.full((2, 2), 2.0), "bias": jnp.full(4, 2.0)},
+        "count": jnp.int32(3),
+    }
+    rules = [ClipRule("^embed", 1.0, rows=True), ClipRule("kernel|bias", 1.0)]
+    clipped = clip_by_rules(grads, rules)
+    # A frequent word's gradient does not shrink a rare one's; a small row is as it was.
+    np.testing.assert_allclose(
+        clipped["embedding"],
+        [[0.6, 0.8], [0.3, 0.4], [0.0, 0.0], [1.0, 0.0]],
+        rtol=1e-6,
+    )
+    np.testing.assert_array_equal(clipped["embedding"][1], grads["embedding"][1])
+    np.testing.assert_allclose(clipped["head"]["kernel"], jnp.full((2, 2), 0.5))
+    np.testing.assert_allclose(clipped["head"]["bias"], jnp.full(4, 0.5))
+    assert int(clipped["count"]) == 3
+
+
+def test_first_rule_that_matches_counts_and_one_for_nothing_is_refused():
+    grads = {"a": jnp.full(4, 2.0), "b": jnp.full((1, 4), 2.0)}
+    clipped = clip_by_rules(
+        grads, [ClipRule("a", 2.0), ClipRule("a|b", 1.0, rows=True)]
+    )
+    np.testing.assert_allclose(clipped["a"], jnp.full(4, 1.0))
+    np.testing.assert_allclose(clipped["b"], jnp.full((1, 4), 0.5))
+    with pytest.raises(
+        ValueError, match="clip rule 'c' is for none of the parameters a"
+    ):
+        clip_by_rules(grads, [ClipRule("c", 1.0)])
+    with pytest.raises(ValueError, match="max_norm must be above 0"):
+        ClipRule("a", 0.0)
+    with pytest.raises(ValueError, match="must be a regular expression"):
+        ClipRule("(", 1.0)

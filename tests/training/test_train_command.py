@@ -1,83 +1,24 @@
 """`opsnn train`, in process: what it leaves, exit codes, one line for a fault."""
 
+import errno
 import json
+import os
 import re
 import runpy
-import types
+import shlex
+import shutil
+import signal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 from PIL import Image
 
 from opsnn_jax import cli
-from opsnn_jax.training import report, trainer
-from opsnn_jax.training.data import BatchStream
-from opsnn_jax.training.tasks import Task
-
-TINY_IMAGES = {
-    "run": {"name": "images", "steps": 6, "report_every": 2},
-    "data": {"name": "mnist", "batch_size": 10, "test_size": 20},
-    "model": {"name": "resnet", "widths": [2]},
-    "optimization": {"precision": "mixed_fp16", "loss_scale": {"initial": 4096}},
-}
-TINY_TEXT = {
-    "run": {"name": "text", "steps": 4, "report_every": 3},
-    "data": {"name": "python_manual", "batch_size": 4, "sequence_length": 8},
-    "model": {"name": "gpt", "layers": 1, "width": 8, "heads": 2, "sample_length": 12},
-    "optimization": {"precision": "mixed_bf16", "micro_batches": 2, "ema_decay": 0.9},
-}
+from opsnn_jax.training import checkpoint, report, trainer
+from tests.training.tiny import TINY_IMAGES, TINY_TEXT
 
 
-@pytest.fixture(autouse=True)
-def flax_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # flax and optax need it
-        yield
-
-
-@pytest.fixture
-def weights_only(monkeypatch):
-    """In place of a model three weights, whose loss the batch multiplies."""
-
-    def make_task(config):
-        def loss_fn(params, model_state, batch, rng):
-            loss = (params["w"] * batch["g"]).sum()
-            return loss, (model_state, {"accuracy": loss})
-
-        return Task(
-            params={"w": jnp.ones(3)},
-            model_state=(),
-            loss_fn=loss_fn,
-            batches=BatchStream(lambda k: {"g": np.full(3, weights_only.batch, "f4")}),
-            steps=config.run.steps,
-            counted="images",
-            count=1,
-            evaluate=lambda params, model_state: weights_only.evaluate(),
-        )
-
-    weights_only = types.SimpleNamespace(batch=1.0, evaluate=dict)
-    monkeypatch.setattr(trainer, "make_task", make_task)
-    return weights_only
-
-
-@pytest.fixture
-def run(tmp_path, capsys):
-    """Runs the command; returns exit code, both outputs, and the folder of runs."""
-
-    def run(config, *options):
-        path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump(config))
-        folder = tmp_path / "runs"
-        code = cli.main(["train", str(path), "--set", f"run.folder={folder}", *options])
-        out, err = capsys.readouterr()
-        return code, out, err, folder
-
-    return run
-
-
-def test_images_twice(run, quick_compilation):
+def test_images(run, quick_compilation):
     code, out, err, runs = run(TINY_IMAGES)
     assert (code, err) == (0, "")
     folder = runs / "images-0"
@@ -86,7 +27,7 @@ def test_images_twice(run, quick_compilation):
     assert "step 6/6" in lines[-1] and "scale 4096  skipped 0" in lines[-1]
     # There is no speed before the first steps, which compile, are done.
     assert "images/s" not in lines[0] and "images/s" in lines[-1]
-    rows = report.read_metrics(folder / "metrics.jsonl")
+    rows = report.read_rows(folder / "metrics.jsonl")
     assert [row["attempted_steps"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "accuracy", "loss_scale", "grad_norm", "skipped"} <= rows[0].keys()
     results = json.loads((folder / "results.json").read_text())
@@ -95,10 +36,6 @@ def test_images_twice(run, quick_compilation):
     with Image.open(folder / "curves.png") as image:
         assert min(image.size) > 400
         assert np.asarray(image.convert("L")).std() > 5
-
-    # The same again: the same numbers, in another folder.
-    assert run(TINY_IMAGES)[0] == 0
-    assert report.read_metrics(runs / "images-1" / "metrics.jsonl") == rows
 
 
 def test_text(run, quick_compilation):
@@ -151,7 +88,7 @@ def test_unwritable_run_folder_is_one_line_before_training(run, tmp_path, monkey
 def test_endless_skips_stop_the_run_with_the_reason(
     run, weights_only, precision, batch, rate, says
 ):
-    weights_only.batch = batch
+    weights_only.batch_at = lambda k: batch
     config = TINY_IMAGES | {
         "optimizer": {"name": "sgd", "learning_rate": rate, "schedule": "constant"},
         "optimization": {"precision": precision, "stop_after_skips": 4},
@@ -163,7 +100,7 @@ def test_endless_skips_stop_the_run_with_the_reason(
     assert "steps in a row were skipped" in err and err.count("\n") == 1
     assert says in err
     assert "scale 1 " not in err
-    rows = report.read_metrics(runs / "images-0" / "metrics.jsonl")
+    rows = report.read_rows(runs / "images-0" / "metrics.jsonl")
     assert rows[-1]["consecutive_skips"] >= 4
 
 
@@ -174,7 +111,7 @@ def test_interrupt_after_the_training_is_one_line(run, weights_only):
     weights_only.evaluate = evaluate
     code, _, err, runs = run(TINY_IMAGES)
     assert (code, err) == (130, "opsnn train: interrupted.\n")
-    assert len(report.read_metrics(runs / "images-0" / "metrics.jsonl")) == 6
+    assert len(report.read_rows(runs / "images-0" / "metrics.jsonl")) == 6
 
 
 def test_numbers_are_shown_in_full(run, weights_only):
@@ -185,23 +122,124 @@ def test_numbers_are_shown_in_full(run, weights_only):
     assert re.search("loss scale +│ 16777216 ", out)
 
 
-def test_interrupt_keeps_what_was_done(run, monkeypatch, weights_only):
-    drawn = []
-    real = trainer.Prefetch.__next__
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_run_is_saved_and_goes_on_to_the_same_end(
+    run, monkeypatch, weights_only, send_at, number, code
+):
+    weights_only.batch_at = float
+    assert run(TINY_IMAGES)[0] == 0
 
-    def interrupted(self):
-        drawn.append(1)
-        if len(drawn) == 4:
-            raise KeyboardInterrupt
-        return real(self)
+    with monkeypatch.context() as patch:
+        send_at(patch, 4, number)
+        stopped, out, err, runs = run(TINY_IMAGES)
+    assert (stopped, err) == (code, "")
+    folder = runs / "images-1"
+    assert "Stopping after this step" in out
+    line = out.strip().split("\n")[-1]
+    assert line.startswith("Stopped; everything is saved. Go on with: opsnn train ")
+    assert line.endswith(f"--set run.folder={runs} --resume {folder}")
+    rows = report.read_rows(folder / "metrics.jsonl")
+    assert [row["attempted_steps"] for row in rows] == [1, 2, 3, 4]
+    assert (folder / "curves.png").exists()
+    assert not (folder / "results.json").exists()
 
-    monkeypatch.setattr(trainer.Prefetch, "__next__", interrupted)
-    code, out, err, runs = run(TINY_IMAGES)
-    assert (code, err) == (130, "")
-    assert "Interrupted" in out
-    rows = report.read_metrics(runs / "images-0" / "metrics.jsonl")
-    assert [row["attempted_steps"] for row in rows] == [1, 2, 3]
-    assert (runs / "images-0" / "curves.png").exists()
+    # Rows of steps that will be made again, and half a row, as kill -9 leaves them.
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(rows[-1] | {"attempted_steps": 5}) + '\n{"loss": 1.')
+    argv = shlex.split(line.split("opsnn ")[1])
+    assert cli.main(argv) == 0
+    assert_equal_ends(folder, runs / "images-0")
+
+
+def assert_equal_ends(folder, other):
+    assert report.read_rows(folder / "metrics.jsonl") == report.read_rows(
+        other / "metrics.jsonl"
+    )
+    results, others = (
+        json.loads((f / "results.json").read_text()) for f in (folder, other)
+    )
+    assert results | {"seconds": 0} == others | {"seconds": 0}
+
+
+def test_resume_without_a_folder_takes_the_newest(run, monkeypatch, weights_only):
+    runs = run(TINY_IMAGES)[3]
+    newest = (runs / "images-0").rename(runs / "images-10")
+    for name in ("images-9", "images-x"):  # as words, 9 would come after 10
+        (runs / name).mkdir()
+    (newest / "results.json").unlink()
+    code, out, err, _ = run(TINY_IMAGES, "--resume")
+    assert (code, err) == (0, "")
+    assert (newest / "results.json").exists() and str(newest) in out
+    assert len(report.read_rows(newest / "metrics.jsonl")) == 6
+
+
+def test_second_interrupt_aborts(run, monkeypatch, weights_only, send_at):
+    send_at(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
+    code, _, err, runs = run(TINY_IMAGES)
+    assert (code, err) == (130, "opsnn train: interrupted.\n")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(report.read_rows(runs / "images-0" / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--resume"], "there is no run 'images' in"),
+        (["--resume", "/nowhere"], "'/nowhere' is not the folder of a run."),
+    ],
+)
+def test_nothing_to_resume_is_one_line(run, weights_only, options, says):
+    code, _, err, _ = run(TINY_IMAGES, *options)
+    assert code == 2
+    assert says in err and err.count("\n") == 1
+
+
+def test_run_that_cannot_be_resumed_is_one_line(run, weights_only):
+    _, _, _, runs = run(TINY_IMAGES)
+    code, _, err, _ = run(TINY_IMAGES, "--resume", "--set", "optimizer.beta2=0.9")
+    assert code == 2
+    assert "optimizer.beta2 was 0.999 there and is 0.9 here." in err
+    assert err.count("\n") == 1
+    # What does not change the numbers may change.
+    options = ["--set", "run.save_every=2", "--set", "run.keep_best=1"]
+    assert run(TINY_IMAGES, "--resume", *options)[0] == 0
+    shutil.rmtree(runs / "images-0" / "checkpoints")
+    code, _, err, _ = run(TINY_IMAGES, "--resume")
+    assert code == 2
+    assert "stopped before its first checkpoint" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", ["metrics", "checkpoints"])
+def test_disk_that_fills_up_is_one_line_and_loses_nothing(
+    run, weights_only, monkeypatch, what
+):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if what == "metrics":
+        real = report.Rows.append
+
+        def write(self, rows):
+            if rows[-1]["attempted_steps"] > 4:
+                raise full
+            real(self, rows)
+
+        monkeypatch.setattr(report.Rows, "append", write)
+    else:
+        real_save = checkpoint.ocp.CheckpointManager.save
+
+        def save(self, step, **options):
+            if step > 4:
+                raise full
+            return real_save(self, step, **options)
+
+        monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", save)
+    code, _, err, runs = run(TINY_IMAGES, "--set", "run.save_every=2")
+    folder = runs / "images-0"
+    assert code == 1
+    assert "No space left on device; make room and go on from step 4 with" in err
+    assert f"--resume {folder}.\n" in err and err.count("\n") == 1
+    assert len(report.read_rows(folder / "metrics.jsonl")) >= 4
+    monkeypatch.undo()
 
 
 def test_missing_package_is_one_line(monkeypatch, capsys):
@@ -242,7 +280,7 @@ def test_text_that_does_not_fit_is_refused_before_training(run, option, says):
 
 
 def test_plain_script_learns_and_recovers_from_overflow(
-    request, capsys, quick_compilation
+    request, capsys, flax_promotion, quick_compilation
 ):
     path = request.config.rootpath / "examples" / "plain_script.py"
     assert len(path.read_text().splitlines()) < 80
