@@ -7,8 +7,8 @@ PYTEST := $(BIN)/python -m pytest
 # The CPU is the one machine everyone has. `make train JAX_PLATFORMS=` uses the best.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help train train-text test test-short test-slow test-aot test-torch mutants \
-  lint format clean
+.PHONY: help train train-text test test-short test-slow test-aot test-torch coverage \
+  check mutants lint format clean
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -44,16 +44,23 @@ test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
 
 test-short: $(VENV)/.test   ## run the tests that depend most on the version of JAX
 	$(PYTEST) -n 2 -m 'not slow and not aot' tests/test_dispatch.py tests/kernels \
-	  tests/nn tests/training/test_step.py
+	  tests/nn tests/test_public_ops.py tests/training/test_step.py
 
 test-slow: $(VENV)/.test    ## run the long tests
 	$(PYTEST) -m slow tests
 
 test-aot: $(VENV)/.aot      ## compile the kernels for absent TPUs and GPUs
-	$(PYTEST) -m aot tests
+	$(PYTEST) -n 2 -m aot tests
 
 test-torch: $(VENV)/.torch  ## compare the ops with PyTorch
 	$(PYTEST) tests/check/test_frameworks.py
+
+coverage: $(VENV)/.aot      ## run all but the long tests and say which lines none reaches
+	$(PYTEST) -n 2 -m 'not slow' --cov --cov-report=term-missing:skip-covered \
+	  --cov-fail-under=90 tests
+
+check: $(VENV)/.test        ## hold every op and implementation against its contract
+	$(BIN)/opsnn check
 
 mutants: $(VENV)/.test      ## plant bugs and see that the tests catch each
 	$(BIN)/python -m tests.mutants.run

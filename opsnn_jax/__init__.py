@@ -4,7 +4,7 @@ The ops are here; `opsnn_jax.nn` has flax layers over them, `opsnn_jax.training`
 mixed-precision training loop.
 """
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
 from opsnn_jax.ops.attention import flash_attention as flash_attention
 from opsnn_jax.ops.attention_decode import attention_decode as attention_decode
@@ -19,4 +19,4 @@ from opsnn_jax.ops.lax_conv import conv_general_dilated as conv_general_dilated
 from opsnn_jax.ops.ring_attention import ring_attention as ring_attention
 from opsnn_jax.ops.rotary import rotary_embedding as rotary_embedding
 
-__version__ = version("opsnn-jax")
+__version__ = _version("opsnn-jax")

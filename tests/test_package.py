@@ -29,6 +29,38 @@ jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has start
 print(jax.device_count())
 """
 
+# The config is compared as it prints: importing must set neither x64 nor a platform.
+_EVERYTHING = """
+import importlib, pkgutil, sys, warnings
+import jax
+import {others}
+before = str(jax.config.values)
+warnings.simplefilter("error")
+import opsnn_jax, opsnn_jax.kernels, opsnn_jax.training
+for package in (opsnn_jax, opsnn_jax.kernels, opsnn_jax.training):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+assert str(jax.config.values) == before
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
+print(jax.device_count())
+"""
+
+
+def _python(code):
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+
+
+def test_importing_every_module_warns_of_nothing_and_sets_nothing():
+    # What those packages warn of as they are imported is theirs.
+    others = "flax.linen, flax.nnx, optax, chex, pydantic, rich, matplotlib, hypothesis"
+    others += ", jax.experimental.pallas"
+    done = _python(_EVERYTHING.format(others=others))
+    assert done.stdout == "3\n", done.stderr[-2000:]
+
 
 def test_import_is_light_and_starts_no_backend():
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
@@ -53,10 +85,14 @@ def _modules():
                 yield info.name
 
 
-@pytest.mark.parametrize("name", sorted(set(_modules())))
+def _marks(name):
+    return [pytest.mark.aot] if name == "opsnn_jax.aot.compile" else []
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=_marks(n)) for n in sorted(set(_modules()))]
+)
 def test_examples_in_docstrings(name):
-    if name == "opsnn_jax.aot.compile" and not importlib.util.find_spec("libtpu"):
-        pytest.skip("needs the extra aot")
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
     assert results.failed == 0

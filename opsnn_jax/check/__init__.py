@@ -23,7 +23,8 @@ hypothesis are in `opsnn_jax.check.strategies`, the library's own cases in
 from .compare import Comparison, assert_close, compare
 from .contract import OpCase, Report, check_op
 from .frameworks import compare_frameworks
-from .gradients import GradientReport, check_grads
+from .gradient_report import GradientReport
+from .gradients import check_grads
 from .layers import LayerReport, layerwise
 from .levels import LEVELS, Limits
 from .precision import PrecisionReport, precision_sweep

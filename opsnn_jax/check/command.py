@@ -1,6 +1,7 @@
 """`opsnn check`: the contract of every op, implementation and dtype, as a table."""
 
 import argparse
+import contextlib
 import json
 import sys
 
@@ -40,15 +41,30 @@ def run(args: argparse.Namespace) -> int:
     reports = []
     for name in [args.op] if args.op else OPS:
         try:
-            report = check_library_op(name, args.implementation, dtypes, args.seed)
+            with _progress() as progress:
+                report = check_library_op(
+                    name, args.implementation, dtypes, args.seed, progress
+                )
         except ValueError as error:
-            return _refuse(str(error))
+            return _refuse(str(error).removeprefix("check: "))
         reports.append(report)
         if not args.json:
             _show(report)
     if args.json:
         print(json.dumps([report.to_dict() for report in reports], indent=2))
     return 0 if all(report.ok for report in reports) else 1
+
+
+@contextlib.contextmanager
+def _progress():
+    """Says on a terminal what is being checked, which takes minutes."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        yield None
+        return
+    with Console(stderr=True).status("starting") as status:
+        yield status.update
 
 
 def _show(report):

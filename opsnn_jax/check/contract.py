@@ -102,24 +102,36 @@ class Report:
 
     @property
     def details(self) -> str:
-        """Every failure in full."""
-        return "\n".join(
+        """Every failure in full, and every reason of a refusal with its cases."""
+        lines = [
             f"{self.op} {row.implementation} {row.dtype} {row.case}: {failure}"
             for row in self.rows
             for failure in row.failures
-        )
+        ]
+        refused: dict[tuple[str, str], dict[str, None]] = {}
+        for row in self.rows:
+            if row.refused:
+                cases = refused.setdefault((row.implementation, row.refused), {})
+                cases[row.case] = None
+        lines += [
+            f"{name} refused {', '.join(cases)}: {why}"
+            for (name, why), cases in refused.items()
+        ]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return tables.plain(*self._contents()) + "\n" + self.details
 
     def _contents(self):
-        columns = ("implementation", "dtype", "case", "forward", "gradient")
-        columns += ("differences", "same bits", "transforms", "")
+        # Short words: a row is to fit a terminal of 80 characters.
+        columns = ("by", "dtype", "case", "fwd", "grad")
+        columns += ("slope", "bits", "transf.", "")
+        short = {"not differentiable": "kink", "inconclusive": "unclear"}
         cells = []
         for row in self.rows:
             start = (row.implementation, row.dtype, row.case)
             if row.refused:
-                cells.append((*start, *("",) * 5, f"refused: {row.refused}"))
+                cells.append((*start, *("",) * 5, "refused"))
                 continue
             passed, run = row.transforms
             cells.append(
@@ -127,8 +139,8 @@ class Report:
                     *start,
                     tables.number(row.forward),
                     tables.number(row.gradient),
-                    row.differences,
-                    "yes" if row.deterministic else "NO",
+                    short.get(row.differences, row.differences),
+                    "same" if row.deterministic else "DIFFER",
                     f"{passed}/{run}" if run else "",
                     "ok" if row.ok else f"FAILED ({len(row.failures)})",
                 )
@@ -148,6 +160,7 @@ def check_op(
     factor: float | Callable[[str | None, Any, OpCase], float] = 1.0,
     nonfinite: Callable[[Callable], str | None] | None = None,
     seed: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Runs an op through the contract.
 
@@ -164,6 +177,7 @@ def check_op(
       nonfinite: the op's policy on Inf and NaN. Called with each implementation of the
         op; returns what is wrong, or None.
       seed: of all random numbers.
+      progress: called with the name of each row before it is made.
 
     Returns:
       A `Report`. A NotImplementedError from a named implementation makes a row that is
@@ -179,6 +193,8 @@ def check_op(
         run = op if name is None else _with_implementation(op, name)
         policy = nonfinite(run) if nonfinite is not None else None
         for dtype, case in itertools.product(map(jnp.dtype, dtypes), cases):
+            if progress is not None:
+                progress(f"{op_name(op)} {name or '(default)'} {dtype} {case.name}")
             growth = factor(name, dtype, case) if callable(factor) else factor
             row = _check(run, reference, case, dtype, level, growth, seed)
             rows.append(dataclasses.replace(row, implementation=name or "(default)"))

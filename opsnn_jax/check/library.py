@@ -56,7 +56,7 @@ class OpEntry:
 
 
 def check_library_op(
-    name: str, implementations=None, dtypes=DTYPES, seed: int = 0
+    name: str, implementations=None, dtypes=DTYPES, seed: int = 0, progress=None
 ) -> Report:
     """Runs one of the library's ops through the contract.
 
@@ -65,6 +65,7 @@ def check_library_op(
       implementations: names, or None for the op's own choice and all in its table.
       dtypes: of the arguments.
       seed: of all random numbers.
+      progress: as in `check_op`.
 
     Raises:
       ValueError: for an unknown op or implementation.
@@ -91,6 +92,7 @@ def check_library_op(
         dtypes=dtypes,
         factor=entry.factor,
         seed=seed,
+        progress=progress,
     )
 
 

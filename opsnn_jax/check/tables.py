@@ -2,6 +2,16 @@
 
 from collections.abc import Sequence
 
+_WHOLE = ("by", "dtype", "transf.", "")  # columns of short words, never wrapped
+_STYLES = {
+    "ok": "green",
+    "pass": "green",
+    "refused": "dim",
+    "FAILED": "bold red",
+    "DIFFER": "bold red",
+    "fail": "bold red",
+}
+
 Cells = Sequence[Sequence[str]]
 
 
@@ -23,14 +33,21 @@ def rich_table(title: str, columns: Sequence[str], cells: Cells):
     Raises:
       ImportError: if rich is not installed.
     """
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
+    # Narrow, for eight columns are to fit a terminal of 80 characters.
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
     for column in columns:
         table.add_column(column)
     for row in cells:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(
+            *(Text(cell, _STYLES.get(cell.split(" ")[0], "")) for cell in row)
+        )
     return table
 
 

@@ -660,7 +660,7 @@ CHECK = (
     ),
     Mutant(
         "gradient-check-one-sided",
-        "opsnn_jax/check/gradients.py",
+        "opsnn_jax/check/directional.py",
         "if abs(value - difference) > tolerance",
         "if value - difference > tolerance",
         ("tests/check/test_gradients.py::test_wrong_gradient_is_named",),
