@@ -236,8 +236,8 @@ def align_varying(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
     )
 
 
-def partitioned(f: Callable, *arrays: jax.Array | None, dims: Sequence[tuple]):
-    """Calls `f(*arrays)`, whose result is one array, on a mesh with explicit axes.
+def partitioned(f: Callable, *arrays: jax.Array | None, dims: Sequence):
+    """Calls `f(*arrays)` on a mesh with explicit axes.
 
     There shardings are part of the types, and the passes know none: XLA partitions
     them. The result is sharded as the dimensions are that it shares with the inputs.
@@ -247,19 +247,23 @@ def partitioned(f: Callable, *arrays: jax.Array | None, dims: Sequence[tuple]):
       f: the function.
       arrays: its arguments.
       dims: for each dimension of the result, the (array, dimension) whose sharding it
-        takes, or None.
+        takes, or None. A tuple of such lists where the result is a tuple of arrays.
     """
     shardings = [None if a is None else jax.typeof(a).sharding for a in arrays]
     meshes = [s.mesh for s in shardings if s is not None and s.mesh.explicit_axes]
     if not meshes:
         return f(*arrays)
-    spec, used = [], set()
-    for place in dims:
-        entry = None if place is None else shardings[place[0]].spec[place[1]]
-        axes = set(entry) if isinstance(entry, tuple) else {entry} - {None}
-        spec.append(None if axes & used else entry)
-        used |= axes
-    out = NamedSharding(meshes[0], PartitionSpec(*spec))
+
+    def shared(dims):
+        spec, used = [], set()
+        for place in dims:
+            entry = None if place is None else shardings[place[0]].spec[place[1]]
+            axes = set(entry) if isinstance(entry, tuple) else {entry} - {None}
+            spec.append(None if axes & used else entry)
+            used |= axes
+        return NamedSharding(meshes[0], PartitionSpec(*spec))
+
+    out = tuple(map(shared, dims)) if isinstance(dims, tuple) else shared(dims)
     return jax.sharding.auto_axes(f, out_sharding=out)(*arrays)
 
 

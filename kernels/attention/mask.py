@@ -3,8 +3,8 @@
 A `Band` is the part of the visibility that is known without data: causality and
 windows are both bounds on `key position - query position`. It answers for a whole
 block of scores at once, so that a kernel never visits an empty block, and never builds
-a mask for a full one. Visibility that is data (a mask operand) is intersected with it
-inside the partial blocks.
+a mask for a full one. Visibility that is data (ids, positions, a mask operand) is
+intersected with it inside the partial blocks; see also `ranges`.
 
 Every method takes ints or traced integers.
 """
@@ -32,6 +32,10 @@ class Band:
         lowers = [b for b in (self.lower, other.lower) if b is not None]
         uppers = [b for b in (self.upper, other.upper) if b is not None]
         return Band(max(lowers, default=None), min(uppers, default=None))
+
+    def shifted(self, offset: int) -> "Band":
+        """The band in which query i sees what query i + offset sees in this one."""
+        return Band(*(b if b is None else b + offset for b in (self.lower, self.upper)))
 
     def meets(self, row, rows, col, cols):
         """Whether any query of [row, row + rows) sees any key of [col, col + cols)."""

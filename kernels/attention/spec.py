@@ -1,6 +1,7 @@
 """What a kernel must know about one call of attention, before it sees data."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +12,43 @@ from ..dtypes import accumulate_dtype
 from .mask import Band
 
 
+class Extra(NamedTuple):
+    """The operands that only some calls have, in the order in which passes take them.
+
+    A query sees a key only where their ids are equal; lengths and segments both become
+    ids. Positions take the place of the indices in the call's `Band`.
+    """
+
+    bias: jax.Array | None = None  # (B, N, T, S), each of them or 1; any float dtype
+    mask: jax.Array | None = None  # the same, boolean
+    q_ids: jax.Array | None = None  # (B, T), int32
+    kv_ids: jax.Array | None = None  # (B, S), int32
+    q_positions: jax.Array | None = None  # (B, T), int32
+    kv_positions: jax.Array | None = None  # (B, S), int32
+    sinks: jax.Array | None = None  # (N,), any float dtype
+    seed: jax.Array | None = None  # (2,), int32: random bits for dropout
+
+    @property
+    def present(self) -> tuple[jax.Array, ...]:
+        """Those that are not None."""
+        return tuple(x for x in self if x is not None)
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """Everything static about one call.
 
     The passes of every implementation have these signatures. `extra` holds the operands
-    that the call has, in the order bias, mask; `lse` is the logarithm of the sum of
-    exponentials of each row of scores, -inf for a row that sees no key.
+    of `Extra` that the call has; `lse` is the logarithm of the sum of exponentials of
+    each row of scores, the sink among them, -inf for a row that sees no key.
 
       fwd(spec, q, k, v, *extra) -> out, lse
       bwd(spec, q, k, v, lse, delta, dout, *extra) -> dq, dk, dv[, dbias]
 
     out and dout are (B, T, N, Hv) of `dtype`, lse and delta (B, N, T) of `acc_dtype`.
-    `delta` is the inner product of a row of out with its cotangent. Gradients have the
-    shapes and dtypes of their primals. No size but H is 0.
+    `delta` is the inner product of a row of out with its cotangent, less the cotangent
+    of its lse. Gradients have the shapes and dtypes of their primals. No size but H is
+    0.
     """
 
     batch: int  # B
@@ -40,6 +64,11 @@ class AttentionSpec:
     precision: lax.Precision | None
     bias_shape: tuple[int, int, int, int] | None  # each 1 or that of (B, N, T, S)
     mask_shape: tuple[int, int, int, int] | None
+    ids: bool = False  # q_ids and kv_ids are given
+    positions: bool = False  # q_positions and kv_positions are given
+    sinks: bool = False
+    softcap: float | None = None
+    dropout_rate: float = 0.0
 
     @property
     def group(self) -> int:
@@ -51,14 +80,25 @@ class AttentionSpec:
         """The dtype of scores, statistics and sums: float32, or float64 for that."""
         return accumulate_dtype(self.dtype)
 
-    def split(
-        self, extra: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        """(bias, mask) of a pass's trailing operands, None where the call has none."""
-        rest = list(extra)
-        bias = rest.pop(0) if self.bias_shape is not None else None
-        mask = rest.pop(0) if self.mask_shape is not None else None
-        return bias, mask
+    @property
+    def keep_scale(self) -> float:
+        """What dropout multiplies a weight by that it keeps."""
+        return 0.0 if self.dropout_rate == 1 else 1 / (1 - self.dropout_rate)
+
+    def split(self, extra: tuple) -> Extra:
+        """The trailing operands of a pass by name."""
+        has = Extra(
+            self.bias_shape is not None,
+            self.mask_shape is not None,
+            self.ids,
+            self.ids,
+            self.positions,
+            self.positions,
+            self.sinks,
+            self.dropout_rate > 0,
+        )
+        rest = iter(extra)
+        return Extra(*(next(rest) if present else None for present in has))
 
 
 def fence(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -76,7 +116,10 @@ def fence(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     Returns:
       k and v with zeros for what is not finite, and poison (..., S).
     """
-    k_finite, v_finite = jnp.isfinite(k), jnp.isfinite(v)
-    finite = k_finite.all(-1) & v_finite.all(-1)
-    poison = jnp.where(finite, 0.0, jnp.nan).astype(k.dtype)
-    return jnp.where(k_finite, k, 0), jnp.where(v_finite, v, 0), poison
+    poison = jnp.sum(k * 0, axis=-1) + jnp.sum(v * 0, axis=-1)
+    return finite(k), finite(v), lax.stop_gradient(poison)
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """`x` with 0 for what is NaN or infinite."""
+    return jnp.where(jnp.isfinite(x), x, 0)

@@ -34,11 +34,14 @@ class Tiles:
         for i in range(nq):
             for j in range(nk):
                 corner = (i * bq, bq, j * bk, bk)
-                if not spec.band.meets(*corner):
+                # Where positions are data, so is what the band shows.
+                if not (spec.positions or spec.band.meets(*corner)):
                     continue
                 whole = (
                     spec.bias_shape is None
                     and spec.mask_shape is None
+                    and not spec.ids
+                    and not spec.positions
                     and (j + 1) * bk <= spec.kv_len
                     and spec.band.covers(*corner)
                 )
@@ -95,6 +98,18 @@ class Tiles:
         """A tile of scores (B*K, G*block_q, block_k) as (B, K, G, block_q, block_k)."""
         spec = self.spec
         return s.reshape(spec.batch, spec.kv_heads, spec.group, *self.block)
+
+    def row_blocks(self, x: jax.Array) -> jax.Array:
+        """A number for each query, (B, T) -> (nq, B, 1, 1, block_q, 1)."""
+        (bq, _), (nq, _) = self.block, self.count
+        x = jnp.pad(x, [(0, 0), (0, nq * bq - x.shape[1])])
+        return x.reshape(-1, nq, bq).swapaxes(0, 1)[:, :, None, None, :, None]
+
+    def col_blocks(self, x: jax.Array) -> jax.Array:
+        """A number for each key, (B, S) -> (nk, B, 1, 1, 1, block_k)."""
+        (_, bk), (_, nk) = self.block, self.count
+        x = jnp.pad(x, [(0, 0), (0, nk * bk - x.shape[1])])
+        return x.reshape(-1, nk, bk).swapaxes(0, 1)[:, :, None, None, None, :]
 
     def pad_operand(self, x: jax.Array) -> jax.Array:
         """Pads a bias or mask (b, n, t, s) to whole tiles on the axes that it has."""

@@ -2,8 +2,9 @@
 
 The list of tiles that are not empty is known before any data, so one `lax.scan` walks
 over exactly these, first the full tiles, which need no mask, then the partial ones.
-The order is the same in every run, and so are the bits. A scan of known length also
-keeps both passes differentiable by JAX.
+Tiles that only ids and positions leave empty are skipped when they are reached. The
+order is the same in every run, and so are the bits. A scan of known length also keeps
+both passes differentiable by JAX.
 
 Forward: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 Backward: Dao et al., "FlashAttention", 2022, algorithm 4, all gradients in one walk.
@@ -13,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .spec import AttentionSpec, fence
+from .scores import Scores, at
+from .spec import AttentionSpec, finite
 from .tiles import Tiles
 
 # At most this many queries and keys in a tile: large enough for the matrix products,
@@ -31,16 +33,26 @@ def fwd(
 ) -> tuple[jax.Array, jax.Array]:
     """See `AttentionSpec`."""
     tiles = Tiles.of(spec, block)
-    call = _Call(tiles, q, k, v, *extra)
+    scores = Scores(tiles, q, k, v, *extra)
+    rows = scores.q.shape[1:3]
 
     def tile(i, j, partial):
-        s, _, v_j = call.scores(i, j, partial)
+        s, _, _, v_j = scores.tile(scores.queries(i), i, j, partial)
         top = jnp.max(lax.stop_gradient(s), axis=-1)
         p = jnp.exp(s - _finite(top)[..., None])
-        return top, jnp.sum(p, axis=-1), call.dot(p, v_j, (2, 1))
+        weight = jnp.sum(p, axis=-1)
+        return top, weight, scores.dot(scores.dropped(p, i, j), v_j, (2, 1))
+
+    def nothing():
+        return (
+            jnp.full(rows, -jnp.inf, spec.acc_dtype),
+            jnp.zeros(rows, spec.acc_dtype),
+            jnp.zeros((*rows, spec.v_dim), spec.acc_dtype),
+        )
 
     def merge(i, j, partial, total):
-        row = _softmax_sum([_at(x, i) for x in total], tile(i, j, partial))
+        part = scores.unless_empty(i, j, lambda: tile(i, j, partial), nothing)
+        row = _softmax_sum([at(x, i) for x in total], part)
         return tuple(
             lax.dynamic_update_index_in_dim(x, r, i, 0)
             for x, r in zip(total, row, strict=True)
@@ -49,13 +61,10 @@ def fwd(
     if tiles.count == (1, 1):
         total = tuple(x[None] for x in tile(0, 0, not tiles.full))
     else:
-        rows = call.q.shape[:3]
-        start = (
-            jnp.full(rows, -jnp.inf, spec.acc_dtype),
-            jnp.zeros(rows, spec.acc_dtype),
-            jnp.zeros((*rows, spec.v_dim), spec.acc_dtype),
-        )
-        total = tiles.walk(merge, start)
+        start = (jnp.stack([x] * tiles.count[0]) for x in nothing())
+        total = tiles.walk(merge, tuple(start))
+    if spec.sinks:
+        total = _softmax_sum(_sinks(tiles, scores.sinks), total)
 
     top, weight, out = total
     dead = weight == 0
@@ -78,87 +87,61 @@ def bwd(
 ) -> tuple[jax.Array, ...]:
     """See `AttentionSpec`."""
     tiles = Tiles.of(spec, block)
-    call = _Call(tiles, q, k, v, *extra)
+    scores = Scores(tiles, q, k, v, *extra)
     dout = tiles.rows(dout)
     # With +inf a dead row has p = exp(s - inf) = 0; the rows of padding are dead too.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse).swapaxes(1, 2)[..., None]
     lse = tiles.rows(lse, padding=jnp.inf)
     delta = tiles.rows(delta.swapaxes(1, 2)[..., None])
 
-    def tile(i, j, partial, total):
-        s, k_j, v_j = call.scores(i, j, partial)
-        q_i, dout_i = call.queries(i), call.widen(_at(dout, i))
-        p = jnp.exp(s - _at(lse, i))
-        ds = p * (call.dot(dout_i, v_j, (2, 2)) - _at(delta, i))
+    def tile(i, j, partial):
+        """What tile (i, j) adds to dq_i, dk_j and dv_j, and its part of dbias."""
+        q_i, dout_i = scores.queries(i), scores.widen(at(dout, i))
+        # The scores are those of the forward pass, so that XLA can find them there.
+        s, slope, k_j, v_j = scores.tile(q_i, i, j, partial)
         if partial:
-            # A row that is NaN must stay so, but not at the keys that it does not see.
+            q_i, dout_i = finite(q_i), finite(dout_i)
+        p, delta_i = jnp.exp(s - at(lse, i)), at(delta, i)
+        dp = scores.dropped(scores.dot(dout_i, v_j, (2, 2)), i, j)
+        ds = p * (dp - delta_i)
+        if partial:
+            # A row that is NaN, as its lse or delta tells, must stay so, but not at the
+            # keys that it does not see.
             seen = s != -jnp.inf
-            p, ds = jnp.where(seen, p, 0), jnp.where(seen, ds, 0)
-        dq, dk, dv, *dbias = total
-        dq = _add_at(dq, call.dot(ds, k_j, (2, 1)), i)
-        dk = _add_at(dk, call.dot(ds, q_i, (1, 1)), j)
-        dv = _add_at(dv, call.dot(p, dout_i, (1, 1)), j)
-        return (dq, dk, dv, *(tiles.add_to_operand(x, ds, i, j) for x in dbias))
+            p, ds = jnp.where(seen, p + 0 * delta_i, 0), jnp.where(seen, ds, 0)
+        dbias = () if spec.bias_shape is None else (ds,)
+        if slope is not None:
+            ds = ds * slope
+        dv = scores.dot(scores.dropped(p, i, j), dout_i, (1, 1))
+        return scores.dot(ds, k_j, (2, 1)), scores.dot(ds, q_i, (1, 1)), dv, *dbias
 
-    shapes = [x.shape for x in (call.q, call.k, call.v, call.bias) if x is not None]
+    def add(i, j, partial, total):
+        def visit():
+            return tile(i, j, partial)
+
+        def nothing():
+            return jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(visit)
+            )
+
+        dq_i, dk_j, dv_j, *ds = scores.unless_empty(i, j, visit, nothing)
+        dq, dk, dv, *dbias = total
+        dbias = [
+            tiles.add_to_operand(x, part, i, j)
+            for x, part in zip(dbias, ds, strict=True)
+        ]
+        return _add_at(dq, dq_i, i), _add_at(dk, dk_j, j), _add_at(dv, dv_j, j), *dbias
+
+    operands = (scores.q, scores.k, scores.v, scores.bias)
+    shapes = [x.shape for x in operands if x is not None]
     start = tuple(jnp.zeros(shape, spec.acc_dtype) for shape in shapes)
-    dq, dk, dv, *dbias = tiles.walk(tile, start)
+    dq, dk, dv, *dbias = tiles.walk(add, start)
     dq, dk, dv = tiles.unrows(dq * spec.scale), tiles.uncols(dk), tiles.uncols(dv)
     grads = [g.astype(spec.dtype) for g in (dq, dk, dv)]
     for x in dbias:
         b, n, t, s = spec.bias_shape
         grads.append(x[:b, :n, :t, :s].astype(extra[0].dtype))
     return tuple(grads)
-
-
-class _Call:
-    """The operands of one call in blocks, and the scores that they make."""
-
-    def __init__(self, tiles, q, k, v, *extra):
-        self.spec, self.tiles = tiles.spec, tiles
-        self.q, self.k, self.v = tiles.rows(q), tiles.cols(k), tiles.cols(v)
-        self.bias, self.mask = (
-            x if x is None else tiles.pad_operand(x) for x in self.spec.split(extra)
-        )
-
-    def widen(self, x):
-        return x.astype(self.spec.acc_dtype)
-
-    def queries(self, i):
-        return self.widen(_at(self.q, i)) * self.spec.scale
-
-    def dot(self, a, b, contract):
-        """Product of every head, summed over one axis of each operand."""
-        dims = (((contract[0],), (contract[1],)), ((0,), (0,)))
-        return lax.dot_general(a, b, dims, precision=self.spec.precision)
-
-    def scores(self, i, j, partial):
-        """One tile: scores with -inf for hidden keys, and the tile's keys and values.
-
-        Returns s (B*K, G*block_q, block_k), k (B*K, block_k, H), v (B*K, block_k, Hv).
-        """
-        k, v = self.widen(_at(self.k, j)), self.widen(_at(self.v, j))
-        if not partial:
-            return self.dot(self.queries(i), k, (2, 2)), k, v
-        k, v, poison = fence(k, v)
-        s = self.dot(self.queries(i), k, (2, 2)) + poison[:, None, :]
-        heads = self.tiles.by_head(s)
-        seen = self._seen(i, j)
-        if self.bias is not None:
-            bias = self.widen(self.tiles.operand(self.bias, i, j))
-            present = bias != -jnp.inf
-            seen = seen & present
-            heads = heads + jnp.where(present, bias, 0)
-        return jnp.where(seen, heads, -jnp.inf).reshape(s.shape), k, v
-
-    def _seen(self, i, j):
-        (bq, bk), spec = self.tiles.block, self.spec
-        row = i * bq + lax.broadcasted_iota(jnp.int32, (1, 1, 1, bq, 1), 3)
-        col = j * bk + lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, bk), 4)
-        seen = spec.band.visible(row, col) & (col < spec.kv_len)
-        if self.mask is not None:
-            seen = seen & self.tiles.operand(self.mask, i, j)
-        return seen
 
 
 def _finite(top):
@@ -174,9 +157,14 @@ def _softmax_sum(a, b):
     return top, weight, a[2] * scale_a[..., None] + b[2] * scale_b[..., None]
 
 
-def _at(x, i):
-    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+def _sinks(tiles, sinks):
+    """The sinks as such a sum: a key of score `sink` and value 0 for every query."""
+    spec = tiles.spec
+    shape = spec.batch, spec.q_len, spec.heads, 1
+    top = tiles.rows(jnp.broadcast_to(sinks[:, None], shape).astype(spec.acc_dtype))
+    weight = jnp.where(top == -jnp.inf, 0, 1).astype(top.dtype)
+    return top[..., 0], weight[..., 0], jnp.zeros((1, 1, 1, spec.v_dim), top.dtype)
 
 
 def _add_at(total, part, i):
-    return lax.dynamic_update_index_in_dim(total, _at(total, i) + part, i, 0)
+    return lax.dynamic_update_index_in_dim(total, at(total, i) + part, i, 0)

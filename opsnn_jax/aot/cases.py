@@ -62,18 +62,93 @@ def _make_attention(name, dtype, shape, causal):
 
     from opsnn_jax import flash_attention
 
-    batch, t, s, heads, kv_heads, size = shape
     f = functools.partial(
         flash_attention, is_causal=causal, implementation="pallas_tpu"
     )
-    q, k, v = (
-        jax.ShapeDtypeStruct((batch, length, count, size), dtype)
-        for length, count in ((t, heads), (s, kv_heads), (s, kv_heads))
-    )
+    q, k, v = _attention_arrays(dtype, shape)
     if name == "fwd":
         return f, (q, k, v)
     return lambda q, k, v, dout: jax.vjp(f, q, k, v)[1](dout), (q, k, v, q)
 
 
-for _case in (*_conv_cases(), *_attention_cases()):
+def _attention_arrays(dtype, shape):
+    import jax
+
+    batch, t, s, heads, kv_heads, size = shape
+    return (
+        jax.ShapeDtypeStruct((batch, length, count, size), dtype)
+        for length, count in ((t, heads), (s, kv_heads), (s, kv_heads))
+    )
+
+
+# Options of attention that change the kernels: static ones, and shapes of operands.
+_OPTIONS = {
+    "window": ({"window": (500, 0)}, {}),
+    "packed": (
+        {"is_causal": True, "causal_align": "bottom_right"},
+        {"q_segment_ids": (1, "T"), "kv_segment_ids": (1, "S"), "kv_lengths": (1,)},
+    ),
+    "softcap-sinks-dropout": (
+        {"softcap": 50.0, "dropout_rate": 0.1},
+        {"sinks": ("N",)},
+    ),
+    "bias": ({}, {"bias": (1, "N", "T", "S")}),
+    "shared-bias-mask": ({}, {"bias": ("N", 1, "S"), "mask": ("T", "S")}),
+}
+
+
+def _option_cases():
+    dtype, shape = "bfloat16", (1, 2048, 2048, 4, 2, 128)
+    for option in _OPTIONS:
+        for name in ("fwd", "bwd"):
+            sizes = "x".join(map(str, shape))
+            yield KernelCase(
+                f"flash_attention/pallas_tpu/{name}/{dtype}/{option}/{sizes}",
+                functools.partial(_make_option, name, dtype, shape, option),
+            )
+
+
+def _make_option(name, dtype, shape, option):
+    import jax
+
+    from opsnn_jax import flash_attention
+
+    static, shapes = _OPTIONS[option]
+    sizes = dict(zip("BTSNKH", shape, strict=True))
+    dtypes = {"bias": dtype, "sinks": "float32", "mask": "bool"}
+    operands = {
+        operand: jax.ShapeDtypeStruct(
+            tuple(sizes.get(n, n) for n in axes), dtypes.get(operand, "int32")
+        )
+        for operand, axes in shapes.items()
+    }
+    differentiable = {n: operands.pop(n) for n in ("bias", "sinks") if n in operands}
+
+    def f(q, k, v, operands, differentiable):
+        rng = jax.random.key(0) if "dropout_rate" in static else None
+        return flash_attention(
+            q,
+            k,
+            v,
+            **operands,
+            **differentiable,
+            **static,
+            dropout_rng=rng,
+            implementation="pallas_tpu",
+        )
+
+    q, k, v = _attention_arrays(dtype, shape)
+    if name == "fwd":
+        return f, (q, k, v, operands, differentiable)
+
+    def gradients(q, k, v, operands, differentiable, dout):
+        def attend(q, k, v, differentiable):
+            return f(q, k, v, operands, differentiable)
+
+        return jax.vjp(attend, q, k, v, differentiable)[1](dout)
+
+    return gradients, (q, k, v, operands, differentiable, q)
+
+
+for _case in (*_conv_cases(), *_attention_cases(), *_option_cases()):
     KERNELS.add(_case)

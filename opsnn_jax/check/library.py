@@ -184,6 +184,26 @@ def _attention_cases() -> tuple[OpCase, ...]:
         attention_case("one head for all", (1, 8, 11, 3, 1, 8), is_causal=True),
         attention_case("bias", (1, 7, 6, 2, 2, 8), bias=True),
         attention_case("scale", (1, 6, 6, 1, 1, 16), scale=0.5),
+        attention_case("window", (1, 9, 9, 1, 1, 8), window=(2, 1)),
+        attention_case(
+            "bottom right",
+            (1, 5, 9, 2, 1, 8),
+            is_causal=True,
+            causal_align="bottom_right",
+        ),
+        attention_case(
+            "lengths", (3, 5, 9, 1, 1, 8), kv_lengths=np.array([9, 4, 0], np.int32)
+        ),
+        attention_case(
+            "segments",
+            (1, 8, 8, 1, 1, 8),
+            is_causal=True,
+            q_segment_ids=np.array([0, 0, 0, 1, 1, 1, 1, 2], np.int32),
+        ),
+        attention_case("softcap", (1, 6, 6, 2, 2, 8), softcap=1.5),
+        attention_case(
+            "sinks", (1, 6, 6, 2, 2, 8), sinks=np.array([0.5, -1.0], np.float32)
+        ),
         attention_case("block + 1", (1, 129, 129, 1, 1, 8), is_causal=True),
         attention_case("one token", (1, 1, 1, 1, 1, 1)),
         attention_case("no keys", (1, 3, 0, 1, 1, 4)),

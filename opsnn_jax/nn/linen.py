@@ -15,6 +15,7 @@ from opsnn_jax.nn.linen_attention import (
     MultiHeadDotProductAttention as MultiHeadDotProductAttention,
 )
 from opsnn_jax.nn.linen_attention import dot_product_attention as dot_product_attention
+from opsnn_jax.nn.linen_grouped import GroupedQueryAttention as GroupedQueryAttention
 from opsnn_jax.ops.lax_conv import conv_general_dilated
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from opsnn_jax.nn.nnx_attention import MultiHeadAttention as MultiHeadAttention
 from opsnn_jax.nn.nnx_attention import dot_product_attention as dot_product_attention
+from opsnn_jax.nn.nnx_grouped import GroupedQueryAttention as GroupedQueryAttention
 from opsnn_jax.ops.lax_conv import conv_general_dilated
 
 

@@ -2,28 +2,27 @@ r"""Flash attention: out = softmax(scale q k^T + bias) v, without all scores in 
 
 For one query head n and its key head n // (N / K), over the keys s that query t sees:
 
-    scores_ts = scale * sum_h q_th k_sh + bias_ts
-    lse_t     = log sum_s exp(scores_ts)          p_ts = exp(scores_ts - lse_t)
-    out_t     = sum_s p_ts v_s
+    scores_ts = cap(scale sum_h q_th k_sh) + bias_ts     cap(x) = c tanh(x / c), or x
+    lse_t     = log(exp(sink) + sum_s exp(scores_ts))    without a sink, exp(sink) = 0
+    p_ts      = exp(scores_ts - lse_t)
+    out_t     = sum_s m_ts p_ts v_s                      m_ts = 1; dropout: 0 or 1/keep
 
-    delta_t   = sum_c out_tc dout_tc              dv_s = sum_t p_ts dout_t
-    dscores_ts = p_ts (dout_t . v_s - delta_t)    dbias = dscores, summed to its shape
-    dq_t      = scale sum_s dscores_ts k_s        dk_s = scale sum_t dscores_ts q_t
+    delta_t   = out_t . dout_t - dlse_t       dv_s  = sum_t m_ts p_ts dout_t
+    dscores_ts = p_ts (m_ts dout_t . v_s - delta_t)
+    dbias     = dscores, summed to its shape  dsink = -sum_t exp(sink - lse_t) delta_t
+    dq_t      = scale sum_s cap' dscores_ts k_s           dk_s = scale sum_t ... q_t
 
 Saved for backward: the inputs, out and lse. The backward pass recomputes p in blocks.
 """
 
 import functools
-import math
-import numbers
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from opsnn_jax.dispatch import (
     Choice,
@@ -35,58 +34,100 @@ from opsnn_jax.dispatch import (
     partitioned,
 )
 from opsnn_jax.kernels.attention import reference, xla
-from opsnn_jax.kernels.attention.mask import Band
-from opsnn_jax.kernels.attention.spec import AttentionSpec
+from opsnn_jax.kernels.attention.spec import AttentionSpec, Extra
 
-from .arguments import as_array, as_float_array, as_precision
+from .attention_arguments import Operands, canonicalize
 
 _OP = "flash_attention"
 
 
 def flash_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K Hv"],
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K Hv"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
+    causal_align: str = "top_left",
+    window: tuple[int | None, int | None] | None = None,
+    q_lengths: Int[Array, "*B"] | None = None,
+    kv_lengths: Int[Array, "*B"] | None = None,
+    q_segment_ids: Int[Array, "*B T"] | None = None,
+    kv_segment_ids: Int[Array, "*B S"] | None = None,
+    q_positions: Int[Array, "*B T"] | None = None,
+    kv_positions: Int[Array, "*B S"] | None = None,
+    softcap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: PRNGKeyArray | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    return_lse: bool = False,
     precision: lax.Precision | str | None = None,
     implementation: Requested = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "*B T N Hv"] | tuple[Array, Array]:
     r"""Computes softmax(scale q k^T + bias) v in blocks.
 
-    Memory is linear in T and S, in both passes. A query that sees no key (mask, or
-    bias -inf) gives 0 and zero gradients. A NaN or infinity in a key or value reaches
-    only the queries that see it; it makes their whole row NaN.
+    Memory is linear in T and S, in both passes, and blocks in which no query sees a key
+    are skipped. A query that sees no key gives 0 and zero gradients, its lse is -inf. A
+    NaN or infinity in a key or value reaches only the queries that see it; it makes
+    their whole row NaN.
+
+    A query sees a key where all of the masks given let it: `mask`, `bias`, causality,
+    window, lengths and segments.
 
     Args:
-      q: queries, `(B, T, N, H)`, of float32, bfloat16, float16, or float64 under x64.
-      k: keys, `(B, S, K, H)`, of q's dtype. N is a multiple of K: every key head
+      q: queries, `(*B, T, N, H)`, of float32, bfloat16, float16, or float64 under x64.
+        Any number of batch axes, also none.
+      k: keys, `(*B, S, K, H)`, of q's dtype. N is a multiple of K: every key head
         serves N / K query heads, one after another.
-      v: values, `(B, S, K, Hv)`, of q's dtype.
-      bias: added to the scaled scores, broadcastable to `(B, N, T, S)`, of any of the
-        dtypes above. -inf hides a key. Its gradient has its own shape and dtype.
-      mask: boolean, broadcastable to `(B, N, T, S)`; False hides a key.
+      v: values, `(*B, S, K, Hv)`, of q's dtype.
+      bias: added to the scores, after the cap, broadcastable to `(*B, N, T, S)`, of any
+        of the dtypes above. -inf hides a key. Its gradient has its own shape and dtype.
+      mask: boolean, broadcastable to `(*B, N, T, S)`; False hides a key.
       scale: factor of the scores, a Python number; 1 / sqrt(H) if None.
-      is_causal: query t sees the keys s <= t, also where T and S differ.
+      is_causal: a query sees the keys up to its own place on the diagonal.
+      causal_align: where that diagonal lies if T and S differ, for `is_causal` and
+        `window`: "top_left", query t at key t; or "bottom_right", the last query at the
+        last key, of those within the lengths.
+      window: (left, right): a query sees `left` keys before its place on the diagonal,
+        that one, and `right` after it. None is no bound.
+      q_lengths, kv_lengths: integers, `(*B,)`: what lies behind them does not count.
+      q_segment_ids: integers, `(*B, T)`: a query sees the keys of its own segment,
+        as if each segment were a call by itself. Alone, they are those of the keys too.
+        A window asks for segments in one piece.
+      kv_segment_ids: integers, `(*B, S)`.
+      q_positions, kv_positions: integers, `(*B, T)` and `(*B, S)`, less than 2^30 in
+        size: a query sees the keys whose position is at most its own, and `window`
+        counts in them. One alone makes the other the index. Not with `is_causal`.
+      softcap: c of c tanh(scores / c), a Python number; before bias and masks.
+      dropout_rate: the share of the weights that are set to 0, a Python number; the
+        others are divided by 1 - rate. lse does not change.
+      dropout_rng: a key of jax.random. Which weights are kept depends on it and on
+        their place (b, n, t, s) alone: both passes, and all implementations, agree.
+      sinks: a logit for each head, `(N,)`, that takes part in the softmax and has no
+        value.
+      return_lse: also returns lse, which can be differentiated.
       precision: of the matrix products, as in `jax.lax.dot_general`.
       implementation: None to choose, a name ("reference", "xla", "pallas_tpu"), or a
         sequence of names in order of preference.
 
     Returns:
-      `(B, T, N, Hv)`, of q's dtype.
+      `(*B, T, N, Hv)`, of q's dtype. With `return_lse`, that and the logarithm of the
+      sum of exponentials of each row of scores, `(*B, T, N)`, float32 (float64 for
+      float64).
 
     Raises:
-      TypeError: for what is no array, a dtype not listed, or a scale that is traced.
-      ValueError: for shapes that do not fit, or an unknown implementation.
+      TypeError: for what is no array, a dtype not listed, or a number that is traced.
+      ValueError: for shapes that do not fit, options that contradict each other, or an
+        unknown implementation.
       NotImplementedError: if the named implementation cannot do the call.
 
     Precision:
       Scores, softmax and all sums are float32 (float64 for float64); outputs and
       gradients are rounded once. The error is that of one rounding of the result,
-      plus O(eps_32 sqrt(H)) in the scores.
+      plus O(eps_32 sqrt(H)) in the scores. On a TPU, scaled queries are rounded to q's
+      dtype.
 
     Deterministic:
       Yes, both passes: every sum has a fixed order.
@@ -100,74 +141,117 @@ def flash_attention(
       >>> import jax
       >>> q = jax.random.normal(jax.random.key(0), (2, 5, 8, 64))
       >>> k, v = jax.random.normal(jax.random.key(1), (2, 2, 7, 4, 64))
-      >>> flash_attention(q, k, v, is_causal=True).shape
+      >>> flash_attention(q, k, v, is_causal=True, window=(3, 0)).shape
       (2, 5, 8, 64)
 
     References:
       Dao, Fu, Ermon, Rudra, Re, "FlashAttention", 2022, algorithms 1 and 4.
       Dao, "FlashAttention-2", 2023, section 3.1.
+      Xiao, Tian, Chen, Han, Lewis, "Efficient streaming language models with attention
+      sinks", 2023.
     """
     TABLE.check(implementation)
-    spec, operands = _canonicalize(
-        q, k, v, bias, mask, scale=scale, is_causal=is_causal, precision=precision
+    spec, operands, batch = canonicalize(
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        dict(
+            scale=scale,
+            is_causal=is_causal,
+            causal_align=causal_align,
+            window=window,
+            q_lengths=q_lengths,
+            kv_lengths=kv_lengths,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            softcap=softcap,
+            dropout_rate=dropout_rate,
+            dropout_rng=dropout_rng,
+            sinks=sinks,
+            precision=precision,
+        ),
     )
-    operands = _Operands(*align_varying(*operands))
-    if 0 in (spec.batch, spec.q_len, spec.kv_len, spec.heads, spec.v_dim):
+    out, lse = _run(spec, operands, implementation)
+    out = out.reshape(*batch, *out.shape[1:])
+    return (out, lse.reshape(*batch, *lse.shape[1:])) if return_lse else out
+
+
+def _run(
+    spec: AttentionSpec, operands: Operands, implementation: Requested
+) -> tuple[jax.Array, jax.Array]:
+    """out (B, T, N, Hv) and lse (B, T, N)."""
+    arrays = align_varying(*operands[:3], *operands.extra)
+    rows = spec.batch, spec.q_len, spec.heads
+    if 0 in (*rows, spec.kv_len, spec.v_dim):
         # There is no score, or no output; under shard_map it varies like the operands.
-        shape = (spec.batch, spec.q_len, spec.heads, spec.v_dim)
-        return align_varying(operands.q, jnp.zeros(shape, spec.dtype))[1]
+        return _empty(spec, arrays[0], Extra(*arrays[3:]).sinks)
     if implementation == "reference":
 
-        def run(*operands):
-            return reference.attend(spec, *_Operands(*operands).arrays())[0]
+        def run(q, k, v, *extra):
+            return reference.attend(spec, q, k, v, *Extra(*extra).present)
 
     else:
         choice = TABLE.choose(implementation, spec)
 
-        def run(*operands):
-            return _attend(choice, _Operands(*operands))
+        def run(q, k, v, *extra):
+            return _attend(choice, Operands(q, k, v, Extra(*extra)))
+
+    def by_query(*arrays):
+        out, lse = run(*arrays)
+        return out, lse.swapaxes(1, 2)
 
     # Of the result's (B, T, N, Hv) the first three are q's, the last is v's.
-    return partitioned(run, *operands, dims=[(0, 0), (0, 1), (0, 2), (2, 3)])
+    queries = [(0, 0), (0, 1), (0, 2)]
+    return partitioned(by_query, *arrays, dims=([*queries, (2, 3)], queries))
 
 
-class _Operands(NamedTuple):
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    bias: jax.Array | None
-    mask: jax.Array | None
-
-    def arrays(self) -> tuple[jax.Array, ...]:
-        return tuple(x for x in self if x is not None)
+def _empty(spec, q, sinks):
+    rows = spec.batch, spec.q_len, spec.heads
+    out = jnp.zeros((*rows, spec.v_dim), spec.dtype)
+    lse = jnp.full(rows, -jnp.inf, spec.acc_dtype)
+    if sinks is not None:
+        lse = jnp.broadcast_to(sinks.astype(spec.acc_dtype), rows)
+    return align_varying(q, out, lse)[1:]
 
 
 class _Residuals(NamedTuple):
-    operands: _Operands
+    operands: Operands
     out: jax.Array  # (B, T, N, Hv) of q's dtype
     lse: jax.Array  # (B, N, T), float32 or wider
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(choice: Choice, operands: _Operands) -> jax.Array:
-    return choice["fwd"](*operands.arrays())[0]
+def _attend(choice: Choice, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    return choice["fwd"](*operands.arrays())
 
 
 def _attend_fwd(choice, operands):
     out, lse = choice["fwd"](*operands.arrays())
     out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
-    return out, _Residuals(operands, out, lse)
+    return (out, lse), _Residuals(operands, out, lse)
 
 
-def _attend_bwd(choice, residuals, dout):
-    (q, k, v, *_), out, lse = residuals
-    extra = residuals.operands.arrays()[3:]
+def _attend_bwd(choice, residuals, cotangents):
+    (q, k, v, extra), out, lse = residuals
+    dout, dlse = cotangents
     products = out.astype(lse.dtype) * dout.astype(lse.dtype)
-    delta = jnp.sum(products, axis=-1).swapaxes(1, 2)
-    grads = choice["bwd"](q, k, v, lse, delta, dout, *extra)
-    dbias = grads[3] if residuals.operands.bias is not None else None
-    return (_Operands(*grads[:3], dbias, None),)
+    delta = jnp.sum(products, axis=-1).swapaxes(1, 2) - dlse
+    dead = lse == -jnp.inf
+    # The cotangent of a dead row may be anything, NaN too.
+    delta = jnp.where(dead, 0, delta)
+    dq, dk, dv, *dbias = choice["bwd"](q, k, v, lse, delta, dout, *extra.present)
+    dextra = Extra(bias=dbias[0] if dbias else None)
+    if extra.sinks is not None:
+        sinks = extra.sinks.astype(lse.dtype)[None, :, None]
+        weights = jnp.where(dead, 0, jnp.exp(sinks - jnp.where(dead, 0, lse)))
+        dsinks = -jnp.sum(weights * delta, axis=(0, 2))
+        dextra = dextra._replace(sinks=dsinks.astype(extra.sinks.dtype))
+    return (Operands(dq, dk, dv, dextra),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -188,99 +272,3 @@ _PALLAS_TPU = Implementation(
 )
 
 TABLE = Table(_OP, (_PALLAS_TPU, _XLA), _order, plain=_XLA)
-
-
-def _canonicalize(q, k, v, bias, mask, *, scale, is_causal, precision):
-    """Checks every argument; gives the spec, and operands with bias and mask 4-D."""
-    q, k, v = (as_float_array(_OP, n, x) for n, x in (("q", q), ("k", k), ("v", v)))
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(
-                f"flash_attention: {name} must have 4 axes (batch, length, heads, "
-                f"features); got {x.shape}. Reshape it, or map over it with jax.vmap."
-            )
-        if x.dtype != q.dtype:
-            raise TypeError(
-                f"flash_attention: q, k and v must have one dtype; got {q.dtype}, "
-                f"{name} with {x.dtype}. Cast them to one."
-            )
-    batch, q_len, heads, qk_dim = q.shape
-    _, kv_len, kv_heads, v_dim = *k.shape[:3], v.shape[3]
-    if k.shape != (batch, kv_len, kv_heads, qk_dim):
-        raise ValueError(
-            f"flash_attention: k must have shape (B, S, K, H) = ({batch}, S, K, "
-            f"{qk_dim}); got {k.shape} with q {q.shape}. Match k's batch and features "
-            "to q."
-        )
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"flash_attention: v must have shape (B, S, K, Hv) = ({batch}, {kv_len}, "
-            f"{kv_heads}, Hv); got {v.shape} with k {k.shape}. Match v to k."
-        )
-    if heads % kv_heads if kv_heads else heads:
-        raise ValueError(
-            f"flash_attention: the heads of q must be a multiple of those of k and v; "
-            f"got {heads} and {kv_heads}. Repeat or drop heads."
-        )
-    scores = (batch, heads, q_len, kv_len)
-    if bias is not None:
-        bias = as_float_array(_OP, "bias", bias)
-        bias = _as_scores("bias", bias, scores)
-    if mask is not None:
-        mask = as_array(_OP, "mask", mask)
-        if mask.dtype != bool:
-            raise TypeError(
-                f"flash_attention: mask must be boolean; got {mask.dtype}. Pass "
-                "mask != 0, or an additive mask as bias."
-            )
-        mask = _as_scores("mask", mask, scores)
-    spec = AttentionSpec(
-        batch,
-        q_len,
-        kv_len,
-        heads,
-        kv_heads,
-        qk_dim,
-        v_dim,
-        dtype=jnp.dtype(q.dtype),
-        scale=_static_scale(scale, qk_dim),
-        band=_band(is_causal),
-        precision=as_precision(_OP, precision),
-        bias_shape=None if bias is None else bias.shape,
-        mask_shape=None if mask is None else mask.shape,
-    )
-    return spec, _Operands(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), bias, mask)
-
-
-def _as_scores(name, x, scores):
-    """`x` with axes (B, N, T, S), each of size 1 or full."""
-    shape = (1,) * (4 - x.ndim) + x.shape
-    if len(shape) > 4 or any(
-        n not in (1, full) for n, full in zip(shape, scores, strict=True)
-    ):
-        raise ValueError(
-            f"flash_attention: {name} must broadcast to (B, N, T, S) = {scores}; got "
-            f"{x.shape}. Insert axes of size 1 where it does not vary."
-        )
-    return jnp.asarray(x).reshape(shape)
-
-
-def _static_scale(scale, qk_dim):
-    if scale is None:
-        return 1 / math.sqrt(max(qk_dim, 1))
-    if not isinstance(scale, numbers.Real):
-        raise TypeError(
-            "flash_attention: scale must be a Python number, fixed when the call is "
-            f"traced; got {type(scale).__name__}. Multiply q by an array scale and "
-            "pass scale=1."
-        )
-    return float(scale)
-
-
-def _band(is_causal):
-    if not isinstance(is_causal, bool | np.bool_):
-        raise TypeError(
-            f"flash_attention: is_causal must be a bool; got "
-            f"{type(is_causal).__name__}. Pass what varies as mask."
-        )
-    return Band(upper=0) if is_causal else Band()

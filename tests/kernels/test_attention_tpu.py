@@ -73,8 +73,6 @@ def test_what_the_kernels_refuse():
     x = jnp.zeros((1, 3, 1, 4))
     half = x.astype(jnp.float16)
     for args, options, match in (
-        ((x, x, x, jnp.zeros((3, 3))), {}, "takes no bias"),
-        ((x, x, x, None, jnp.ones((3, 3), bool)), {}, "takes no mask"),
         ((half, half, half), {}, "not float16"),
         ((x, x, x), {"precision": "high"}, "no precision HIGH"),
         ((jnp.zeros((1, 3, 1, 513)),) * 3, {}, "no heads of 513 features"),

@@ -19,6 +19,8 @@ class Mutant:
 
 _CONV_OPS = "tests/ops/test_conv.py::"
 _ATTENTION = "tests/ops/test_attention.py::"
+_MASKS = "tests/ops/test_attention_masks.py::"
+_OPTIONS = "tests/ops/test_attention_options.py::"
 _XLA_TILES = "tests/kernels/test_attention_xla.py::"
 _TPU_TILES = "tests/kernels/test_attention_tpu.py::"
 _TRANSFORMS = "tests/kernels/winograd/test_transforms.py::"
@@ -215,9 +217,9 @@ ATTENTION = (
     ),
     Mutant(
         "attention-causal-off-by-one",
-        "opsnn_jax/ops/attention.py",
-        "Band(upper=0) if is_causal",
-        "Band(upper=1) if is_causal",
+        "opsnn_jax/ops/attention_masks.py",
+        "right = 0 if right is None",
+        "right = 1 if right is None",
         (_ATTENTION + "test_causal_is_aligned_top_left",),
     ),
     Mutant(
@@ -257,29 +259,29 @@ ATTENTION = (
     Mutant(
         "attention-no-delta",
         "kernels/attention/xla.py",
-        "(call.dot(dout_i, v_j, (2, 2)) - _at(delta, i))",
-        "call.dot(dout_i, v_j, (2, 2))",
+        "p * (dp - delta_i)",
+        "p * dp",
         (_XLA_TILES + "test_lengths_around_a_block",),
     ),
     Mutant(
         "attention-padding-keys-seen",
-        "kernels/attention/xla.py",
-        "(col < spec.kv_len)",
-        "(col <= spec.kv_len)",
+        "kernels/attention/scores.py",
+        "seen = col < spec.kv_len",
+        "seen = col <= spec.kv_len",
         (_XLA_TILES + "test_any_blocks_and_bands",),
     ),
     Mutant(
         "attention-hidden-values-not-fenced",
         "kernels/attention/spec.py",
-        "jnp.where(v_finite, v, 0), poison",
-        "v, poison",
+        "return finite(k), finite(v), poison",
+        "return finite(k), v, poison",
         (_ATTENTION + "test_garbage_in_hidden_keys_does_not_leak",),
     ),
     Mutant(
         "attention-nan-row-reaches-hidden-keys",
         "kernels/attention/xla.py",
-        "p, ds = jnp.where(seen, p, 0), jnp.where(seen, ds, 0)",
-        "ds = jnp.where(seen, ds, 0)",
+        "jnp.where(seen, p + 0 * delta_i, 0), jnp.where(seen, ds, 0)",
+        "p, jnp.where(seen, ds, 0)",
         (_ATTENTION + "test_row_that_is_nan_leaves_its_hidden_keys_alone",),
     ),
     Mutant(
@@ -313,30 +315,103 @@ ATTENTION = (
     ),
     Mutant(
         "attention-tpu-accumulator-not-rescaled",
-        "kernels/attention/tpu.py",
+        "kernels/attention/tpu_forward.py",
         "acc_scr[...] * decay[:, :1] + pv",
         "acc_scr[...] + pv",
         (_TPU_TILES + "test_values",),
     ),
     Mutant(
         "attention-tpu-dk-not-scaled",
-        "kernels/attention/tpu.py",
+        "kernels/attention/tpu_backward.py",
         "(dk_scr[...] * spec.scale)",
         "(dk_scr[...])",
         (_TPU_TILES + "test_values",),
     ),
     Mutant(
         "attention-tpu-head-gradients-not-summed",
-        "kernels/attention/tpu.py",
-        "return n * group + lax.div(step, nq), i",
-        "return n * group, i",
+        "kernels/attention/tpu_plan.py",
+        "return b, n * self.spec.group + lax.div(step, nq), i, j",
+        "return b, n * self.spec.group, i, j",
         (_TPU_TILES + "test_values",),
     ),
     Mutant(
+        "attention-window-off-by-one",
+        "opsnn_jax/ops/attention_masks.py",
+        "Band(None if left is None else -left, right)",
+        "Band(None if left is None else 1 - left, right)",
+        (_MASKS + "test_window_over_several_tiles",),
+    ),
+    Mutant(
+        "attention-bottom-right-ignored",
+        "opsnn_jax/ops/attention_masks.py",
+        "band.shifted(kv_len - q_len)",
+        "band.shifted(0)",
+        (_MASKS + "test_causal_alignment",),
+    ),
+    Mutant(
+        "attention-live-tile-skipped",
+        "kernels/attention/ranges.py",
+        "(q_low <= kv_high) & (kv_low <= q_high)",
+        "(q_low < kv_high) & (kv_low <= q_high)",
+        (_MASKS + "test_described_masks_over_several_tiles",),
+    ),
+    Mutant(
+        "attention-lse-has-no-gradient",
+        "opsnn_jax/ops/attention.py",
+        "jnp.sum(products, axis=-1).swapaxes(1, 2) - dlse",
+        "jnp.sum(products, axis=-1).swapaxes(1, 2)",
+        (_OPTIONS + "test_lse_and_its_gradient",),
+    ),
+    Mutant(
+        "attention-softcap-without-slope",
+        "kernels/attention/scores.py",
+        "cap * t, 1 - t * t",
+        "cap * t, None",
+        (_OPTIONS + "test_slope_of_a_cap",),
+    ),
+    Mutant(
+        "attention-dropout-not-in-the-cotangents",
+        "kernels/attention/xla.py",
+        "dp = scores.dropped(scores.dot(dout_i, v_j, (2, 2)), i, j)",
+        "dp = scores.dot(dout_i, v_j, (2, 2))",
+        (_OPTIONS + "test_dropout_is_the_same_for_all_blocks",),
+    ),
+    Mutant(
+        "attention-dropout-blind-to-the-head",
+        "kernels/attention/dropout.py",
+        "_mix(head ^ seed[0])",
+        "_mix(seed[0]) + 0 * head",
+        (_OPTIONS + "test_the_generator_is_as_random_as_it_should_be",),
+    ),
+    Mutant(
+        "attention-sink-gradient-sign",
+        "opsnn_jax/ops/attention.py",
+        "dsinks = -jnp.sum",
+        "dsinks = jnp.sum",
+        (_OPTIONS + "test_sinks_over_several_tiles",),
+    ),
+    Mutant(
+        "attention-tpu-bias-gradient-of-one-tile",
+        "kernels/attention/tpu_backward.py",
+        "        acc_scr[...] += ds\n",
+        "        acc_scr[...] = ds\n",
+        (_OPTIONS + "test_bias_of_a_tpu_kernel",),
+    ),
+    Mutant(
+        "attention-decode-parts-not-weighed",
+        "opsnn_jax/ops/attention_decode.py",
+        "(weights / total)[..., None]",
+        "(weights / weights.sum())[..., None]",
+        (
+            "tests/ops/test_attention_decode.py::"
+            "test_decode_of_one_token_and_its_gradient",
+        ),
+    ),
+    Mutant(
         "attention-tpu-garbage-behind-the-keys",
-        "kernels/attention/tpu.py",
-        "& (col < spec.kv_len) &",
-        "& (col <= spec.kv_len) &",
+        "kernels/attention/tpu_tile.py",
+        "inside = (col < spec.kv_len) &",
+        "inside = (col <= spec.kv_len) &",
         (_TPU_TILES + "test_values",),
     ),
 )

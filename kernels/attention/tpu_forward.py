@@ -1,0 +1,101 @@
+"""The TPU kernel of the forward pass: Dao, "FlashAttention-2", 2023, algorithm 1.
+
+The grid's last axis walks over the blocks of keys, and sums into scratch that lives as
+long as one block of queries.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..tiling import LANES, result_type
+from .tpu_plan import LOG2_E, Inputs, Plan, compiler_params
+from .tpu_tile import Tile, finite, poison
+
+
+def forward(
+    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs
+) -> tuple[jax.Array, jax.Array]:
+    """out (B, N, T, Hv) and lse (B, N, T) of q (B, N, T, H) and k, v (B, K, S, ...)."""
+    spec, (bq, _), (nq, nk) = plan.spec, plan.block, plan.count
+    rows, place = (spec.batch, spec.heads), plan.by_queries
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, plan, inputs),
+        grid=(*rows, nq, nk),
+        in_specs=[
+            plan.rows(spec.qk_dim, place),
+            plan.keys(spec.qk_dim, place),
+            plan.keys(spec.v_dim, place),
+            *plan.input_specs(inputs, place),
+        ],
+        out_specs=[plan.rows(spec.v_dim, place), plan.stats(place)],
+        out_shape=[
+            result_type((*rows, spec.q_len, spec.v_dim), spec.dtype),
+            result_type((*rows, 1, spec.q_len), jnp.float32),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((bq, spec.qk_dim), spec.dtype),
+            pltpu.VMEM((bq, LANES), jnp.float32),
+            pltpu.VMEM((bq, LANES), jnp.float32),
+            pltpu.VMEM((bq, spec.v_dim), jnp.float32),
+        ],
+        compiler_params=compiler_params(),
+        cost_estimate=plan.cost(products=2, arrays=(q, k, v, q, *inputs.present)),
+        interpret=plan.interpret,
+        name="attention_fwd",
+    )(q, k, v, *inputs.present)
+    return out, lse[:, :, 0]
+
+
+def _kernel(plan, inputs, q_ref, k_ref, v_ref, *refs):
+    inputs, (out_ref, lse_ref, q_scr, top_scr, sum_scr, acc_scr) = inputs.take(refs)
+    place = b, n, i, j = tuple(map(pl.program_id, range(4)))
+    tile = Tile(plan, inputs, place)
+
+    @pl.when(j == 0)
+    def _start():
+        q_scr[...] = tile.queries(q_ref[...])
+        if inputs.sinks is None:
+            top_scr[...] = jnp.full_like(top_scr, -jnp.inf)
+            sum_scr[...] = jnp.zeros_like(sum_scr)
+        else:
+            # A key that every query sees, with a value of 0.
+            top_scr[...] = jnp.full_like(top_scr, inputs.sinks[n])
+            sum_scr[...] = jnp.where(top_scr[...] == -jnp.inf, 0.0, 1.0)
+        acc_scr[...] = jnp.zeros_like(acc_scr)
+
+    def run(partial):
+        k, v = k_ref[...], v_ref[...]
+        if partial:
+            poisoned = poison(k) + poison(v)
+            k, v = finite(k), finite(v)
+        s, _ = tile.scores(q_scr[...], k)  # (bq, bk)
+        if partial:
+            s, seen = tile.with_bias(s)
+            s = jnp.where(seen, s + poisoned, -jnp.inf)
+        top_old = top_scr[...]
+        top_new = jnp.maximum(top_old, jnp.max(s, axis=1, keepdims=True))
+        # A row that has seen no key yet has -inf, and -inf - -inf would be NaN.
+        shift = jnp.where(top_new == -jnp.inf, 0.0, top_new)
+        p = jnp.exp2(s - shift[:, :1])
+        decay = jnp.exp2(top_old - shift)
+        top_scr[...] = top_new
+        sum_scr[...] = sum_scr[...] * decay + jnp.sum(p, axis=1, keepdims=True)
+        pv = tile.dot(tile.dropped(p).astype(v.dtype), v, (1, 0))
+        acc_scr[...] = acc_scr[...] * decay[:, :1] + pv
+
+    tile.visit(run)
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    def _finish():
+        dead = sum_scr[...] == 0
+        total = jnp.where(dead, 1.0, sum_scr[...])
+        out = acc_scr[...] / total[:, :1]
+        if inputs.seed is not None:
+            out = out * plan.spec.keep_scale
+        out_ref[...] = out.astype(out_ref.dtype)
+        lse = (top_scr[...] + jnp.log2(total)) / LOG2_E
+        lse_ref[...] = jnp.where(dead, -jnp.inf, lse).T[:1]

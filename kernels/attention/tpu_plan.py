@@ -1,0 +1,244 @@
+"""How one call of attention is cut into a grid of blocks on a TPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..tiling import LANES
+from .ranges import block_ranges
+from .spec import AttentionSpec, Extra
+
+# At most this many queries and keys in a tile. Large tiles keep the matrix unit busy
+# between two steps of the grid; the scores of this one are 2 MiB of the 16 MiB of VMEM
+# that a kernel gets, and exist about four times at once.
+BLOCK = (512, 1024)
+
+# A bias or mask of all scores brings blocks as large as the scores, twice.
+_BLOCK_WITH_SCORES = (512, 512)
+
+# Bytes of one head's features for which these blocks fit beside the scores; larger
+# heads get smaller tiles.
+_HEAD_BYTES = 512
+
+LOG2_E = 1.4426950408889634
+
+
+class Inputs(NamedTuple):
+    """The operands of `Extra` as kernels take them; None where the call has none."""
+
+    bias: jax.Array | None = None  # as in `Extra`, float32 or bfloat16
+    mask: jax.Array | None = None  # as in `Extra`, integers
+    q_ids: jax.Array | None = None  # (B, 1, T)
+    kv_ids: jax.Array | None = None  # (B, 1, S)
+    q_positions: jax.Array | None = None  # (B, 1, T)
+    kv_positions: jax.Array | None = None  # (B, 1, S)
+    q_ranges: jax.Array | None = None  # (B, query blocks, 1, 2 or 4), see `ranges`
+    kv_ranges: jax.Array | None = None  # (B, key blocks, 1, 2 or 4)
+    sinks: jax.Array | None = None  # (N,), in units of log 2
+    seed: jax.Array | None = None  # (2,)
+
+    @property
+    def present(self) -> tuple:
+        return tuple(x for x in self if x is not None)
+
+    def take(self, refs: tuple) -> tuple["Inputs", tuple]:
+        """References to those that are present, and the rest of `refs`."""
+        rest = iter(refs)
+        mine = Inputs(*(None if x is None else next(rest) for x in self))
+        return mine, tuple(rest)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The blocks of one call, and what its kernels have in common.
+
+    A kernel's `place` gives (b, n, i, j) of its grid indices: batch, query head, block
+    of queries, block of keys.
+    """
+
+    spec: AttentionSpec
+    block: tuple[int, int]
+    interpret: bool
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, limit: tuple[int, int], interpret: bool) -> "Plan":
+        """Blocks of at most `limit`, and of whole vector registers of lanes."""
+        for shape in (spec.bias_shape, spec.mask_shape):
+            if shape is not None and 1 not in shape[2:]:
+                limit = tuple(map(min, limit, _BLOCK_WITH_SCORES))
+        block = tuple(
+            LANES * min(most // shrinkage(spec) // LANES, pl.cdiv(length, LANES))
+            for most, length in zip(limit, (spec.q_len, spec.kv_len), strict=True)
+        )
+        return cls(spec, block, interpret)
+
+    @property
+    def count(self) -> tuple[int, int]:
+        return (
+            pl.cdiv(self.spec.q_len, self.block[0]),
+            pl.cdiv(self.spec.kv_len, self.block[1]),
+        )
+
+    def inputs(self, extra: Extra) -> Inputs:
+        """The operands as kernels take them."""
+        bias, mask = extra.bias, extra.mask
+        if bias is not None and (bias.dtype != jnp.bfloat16 or 1 in bias.shape[2:]):
+            bias = bias.astype(jnp.float32)
+        if mask is not None:
+            mask = mask.astype(jnp.int32 if 1 in mask.shape[2:] else jnp.int8)
+        vectors = extra[2:6]
+        ranges = (None, None)
+        if self.spec.ids or self.spec.positions:
+            ranges = (
+                block_ranges(extra.q_ids, extra.q_positions, self.block[0]),
+                block_ranges(extra.kv_ids, extra.kv_positions, self.block[1]),
+            )
+        sinks = extra.sinks
+        return Inputs(
+            bias,
+            mask,
+            *(x if x is None else x[:, None, :] for x in vectors),
+            *(x if x is None else x[:, :, None, :] for x in ranges),
+            None if sinks is None else sinks.astype(jnp.float32) * LOG2_E,
+            extra.seed,
+        )
+
+    def input_specs(self, inputs: Inputs, place: Callable) -> list[pl.BlockSpec]:
+        """Block specs of the inputs that are present."""
+
+        def scores(x):
+            sizes = tuple(
+                1 if n == 1 else block
+                for n, block in zip(x.shape[2:], self.block, strict=True)
+            )
+
+            def index(*grid):
+                return tuple(
+                    0 if n == 1 else at
+                    for n, at in zip(x.shape, place(*grid), strict=True)
+                )
+
+            return pl.BlockSpec((None, None, *sizes), index)
+
+        def vector(axis):
+            def index(*grid):
+                where = place(*grid)
+                return where[0], 0, where[2 + axis]
+
+            return pl.BlockSpec((None, 1, self.block[axis]), index)
+
+        def ranges(x, axis):
+            def index(*grid):
+                where = place(*grid)
+                return where[0], where[2 + axis], 0, 0
+
+            return pl.BlockSpec(
+                (None, None, 1, x.shape[3]), index, memory_space=pltpu.SMEM
+            )
+
+        whole = pl.BlockSpec(memory_space=pltpu.SMEM)
+        make = Inputs(
+            bias=scores,
+            mask=scores,
+            q_ids=lambda x: vector(0),
+            kv_ids=lambda x: vector(1),
+            q_positions=lambda x: vector(0),
+            kv_positions=lambda x: vector(1),
+            q_ranges=lambda x: ranges(x, 0),
+            kv_ranges=lambda x: ranges(x, 1),
+            sinks=lambda x: whole,
+            seed=lambda x: whole,
+        )
+        return [f(x) for f, x in zip(make, inputs, strict=True) if x is not None]
+
+    def rows(self, features: int, place: Callable) -> pl.BlockSpec:
+        """A block of queries, of an array (B, N, T, features)."""
+
+        def index(*grid):
+            b, n, i, _ = place(*grid)
+            return b, n, i, 0
+
+        return pl.BlockSpec((None, None, self.block[0], features), index)
+
+    def keys(self, features: int, place: Callable) -> pl.BlockSpec:
+        """A block of keys, of an array (B, K, S, features)."""
+
+        def index(*grid):
+            b, n, _, j = place(*grid)
+            return b, lax.div(n, self.spec.group), j, 0
+
+        return pl.BlockSpec((None, None, self.block[1], features), index)
+
+    def stats(self, place: Callable) -> pl.BlockSpec:
+        """A number for each query of a block, of an array (B, N, 1, T)."""
+
+        def index(*grid):
+            b, n, i, _ = place(*grid)
+            return b, n, 0, i
+
+        return pl.BlockSpec((None, None, 1, self.block[0]), index)
+
+    def by_queries(self, b, n, i, j):
+        """The place on a grid (B, N, query block, key block).
+
+        Of an empty tile the keys are those that are there already: none are fetched.
+        """
+        band, last = self._band_of_indices(), self.count[1] - 1
+        bq, bk = self.block
+        if band.upper is not None:
+            end = i * bq + bq - 1 + band.upper
+            j = jnp.minimum(j, jnp.clip(lax.div(end, bk), 0, last))
+        if band.lower is not None:
+            start = jnp.maximum(i * bq + band.lower, 0)
+            j = jnp.maximum(j, jnp.minimum(lax.div(start, bk), last))
+        return b, n, i, j
+
+    def by_keys(self, b, n, j, step):
+        """The place on a grid (B, K, key block, query head of the key's and block).
+
+        The last axis walks over the query heads of a key head, and in each over its
+        blocks of queries.
+        """
+        band, (nq, _) = self._band_of_indices(), self.count
+        bq, bk = self.block
+        i = lax.rem(step, nq)
+        if band.upper is not None:
+            start = jnp.maximum(j * bk - band.upper, 0)
+            i = jnp.maximum(i, jnp.minimum(lax.div(start, bq), nq - 1))
+        if band.lower is not None:
+            end = j * bk + bk - 1 - band.lower
+            i = jnp.minimum(i, jnp.clip(lax.div(end, bq), 0, nq - 1))
+        return b, n * self.spec.group + lax.div(step, nq), i, j
+
+    def _band_of_indices(self):
+        return type(self.spec.band)() if self.spec.positions else self.spec.band
+
+    def cost(self, products: int, arrays: tuple[jax.Array, ...]) -> pl.CostEstimate:
+        spec = self.spec
+        scores = spec.batch * spec.heads * spec.q_len * spec.kv_len
+        if not spec.band.full:
+            scores //= 2
+        return pl.CostEstimate(
+            flops=2 * products * scores * (spec.qk_dim + spec.v_dim) // 2,
+            transcendentals=scores,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
+        )
+
+
+def shrinkage(spec: AttentionSpec) -> int:
+    """By how much the blocks must be smaller for the size of the heads."""
+    features = max(spec.qk_dim, spec.v_dim)
+    return pl.cdiv(features * spec.dtype.itemsize, _HEAD_BYTES)
+
+
+def compiler_params(parallel: int = 3, arbitrary: int = 1) -> pltpu.CompilerParams:
+    """For a grid whose first axes are independent and whose last are summed over."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel",) * parallel + ("arbitrary",) * arbitrary
+    )

@@ -1,0 +1,87 @@
+"""The grouped-query layers: what they compute, and token by token with a cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from opsnn_jax import flash_attention_packed, fused_qkv
+from opsnn_jax.nn.linen_grouped import GroupedQueryAttention as Linen
+from opsnn_jax.nn.nnx_grouped import GroupedQueryAttention as Nnx
+
+SETTINGS = dict(num_heads=4, num_kv_heads=2, window=3, softcap=5.0)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
+
+
+def test_linen_is_its_parts(key):
+    x = jax.random.normal(key, (2, 6, 8))
+    layer = Linen(**SETTINGS, rotary_base=None)
+    params = layer.init(key, x)
+    w = params["params"]["qkv"]["kernel"]
+    assert w.shape == (8, 4 + 2 * 2, 2)
+    heads = jnp.concatenate(fused_qkv(x, w, kv_heads=2), axis=-2)
+    out = flash_attention_packed(
+        heads, kv_heads=2, is_causal=True, window=(3, 0), softcap=5.0
+    )
+    want = jnp.einsum("btnh,nhd->btd", out, params["params"]["out"]["kernel"])
+    close(layer.apply(params, x), want)
+
+
+def test_linen_with_a_cache_gives_the_same(key):
+    x = jax.random.normal(key, (2, 6, 8))
+    layer = Linen(**SETTINGS, decode=True)
+    variables = layer.init(key, x)
+    want = Linen(**SETTINGS).apply({"params": variables["params"]}, x)
+    outs, start = [], 0
+    for count in (1, 3, 2):  # several tokens at once too
+        part = x[:, start : start + count]
+        out, cache = layer.apply(variables, part, mutable="cache")
+        variables = variables | cache
+        outs.append(out)
+        start += count
+    close(jnp.concatenate(outs, axis=1), want)
+    out, _ = layer.apply(variables, x[:, :1], mutable="cache")
+    assert np.isnan(out).all()  # there is no room
+
+
+def test_nnx_with_a_cache_gives_the_same(key):
+    x = jax.random.normal(key, (2, 5, 8))
+    layer = Nnx(features=8, **SETTINGS, use_bias=True, rngs=nnx.Rngs(0))
+    want = layer(x)
+    with pytest.raises(ValueError, match="Call init_cache first"):
+        layer(x, decode=True)
+    layer.init_cache(2, 5)
+    close(
+        jnp.concatenate([layer(x[:, t : t + 1], decode=True) for t in range(5)], 1),
+        want,
+    )
+
+
+def test_segments_and_dropout(key):
+    x = jax.random.normal(key, (1, 6, 8))
+    ids = jnp.array([[0, 0, 1, 1, 1, 1]])
+    layer = Nnx(4, 2, 8, dropout_rate=0.5, rotary_base=None, rngs=nnx.Rngs(0))
+    close(layer(x, segment_ids=ids)[:, 2:], layer(x[:, 2:]))
+    quiet, loud, again = layer(x), *(layer(x, deterministic=False) for _ in range(2))
+    assert np.abs(quiet - loud).max() > 1e-3
+    assert np.abs(again - loud).max() > 1e-3
+    linen = Linen(4, 2, dropout_rate=0.5)
+    params = linen.init(key, x, deterministic=True)
+    call = dict(rngs={"dropout": key}, deterministic=False)
+    outs = [linen.apply(params, x, **call) for _ in range(2)]
+    np.testing.assert_array_equal(*outs)
+    assert np.abs(outs[0] - linen.apply(params, x, deterministic=True)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "heads, width, match", [((3, 2), 6, "a multiple"), ((4, 2), 6, "must divide")]
+)
+def test_errors(heads, width, match):
+    with pytest.raises(ValueError, match=match):
+        Nnx(*heads, width, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=match):
+        Linen(*heads).init(jax.random.key(0), jnp.ones((1, 2, width)))

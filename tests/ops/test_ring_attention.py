@@ -1,0 +1,70 @@
+"""ring_attention over eight devices is flash_attention over the whole sequence."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from opsnn_jax.ops.ring_attention import ring_attention
+
+PROGRAM = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+from opsnn_jax import flash_attention
+from opsnn_jax.ops.ring_attention import ring_attention
+
+mesh = jax.make_mesh((8,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
+keys = jax.random.split(jax.random.key(0), 5)
+q, dout = (jax.random.normal(k, (2, 16, 4, 8)) for k in keys[:2])
+k, v = (jax.random.normal(k, (2, 24, 2, 8)) for k in keys[2:4])
+dlse = jax.random.normal(keys[4], (2, 16, 4))
+ids = jnp.repeat(jnp.arange(3), jnp.array([5, 9, 2]), total_repeat_length=16)
+
+def check(options, arrays, segments=False, check_vma=True):
+    def whole(q, k, v):
+        more = dict(q_segment_ids=ids) if segments else {}
+        return flash_attention(
+            q, k, v, **options, **more, return_lse=True, implementation="reference"
+        )
+
+    def shard(q, k, v, ids):
+        more = dict(q_segment_ids=ids) if segments else {}
+        return ring_attention(
+            q, k, v, axis_name="s", **options, **more, return_lse=True
+        )
+
+    split = P(None, "s")
+    ring = jax.shard_map(
+        shard, mesh=mesh, in_specs=(split, split, split, P("s")),
+        out_specs=(split, split), check_vma=check_vma,
+    )
+    results = []
+    for f in (whole, lambda *x: ring(*x, ids)):
+        out, vjp = jax.vjp(jax.jit(f), *arrays)
+        results.append((out, vjp((dout, dlse))))
+    for got, want in zip(*map(jax.tree.leaves, results[::-1])):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+check(dict(is_causal=True, softcap=3.0), (q, k, v))
+check(dict(window=(3, 2)), (q, k[:, :16], v[:, :16]))
+check(dict(is_causal=True), (q, k[:, :16], v[:, :16]), segments=True, check_vma=False)
+print("equal")
+"""
+
+
+def test_eight_devices_give_what_one_gives():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **flags},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+def test_the_formula_has_no_ring():
+    with pytest.raises(ValueError, match="implementation must be one with passes"):
+        ring_attention(None, None, None, axis_name="s", implementation="reference")
