@@ -211,6 +211,17 @@ def _attention_cases() -> tuple[OpCase, ...]:
     )
 
 
+def _attention_factor(name, dtype, case) -> float:
+    """The reference keeps the softmax and the output in float32 for its backward pass.
+
+    Flash attention makes the softmax again as exp(score - lse): roundings of the score,
+    of lse and of exp where the reference has one. In half precision it takes delta from
+    an output that was rounded, which all keys of a row share, and a TPU's matrix unit
+    takes the softmax and the scaled queries rounded as well.
+    """
+    return 3.0
+
+
 OPS = {
     "conv2d": OpEntry(
         "opsnn_jax.ops.conv", "conv2d", "conv", _conv_cases, _conv_factor
@@ -220,5 +231,6 @@ OPS = {
         "flash_attention",
         "flash_attention",
         _attention_cases,
+        _attention_factor,
     ),
 }
