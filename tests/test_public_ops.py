@@ -29,12 +29,14 @@ class Call:
       respelled: the same options in other types that mean the same.
       strict: it refuses what it does not take itself. What has the signature of another
         library's function leaves that to the other library.
+      factor: of its error over the reference's, as `opsnn check` takes it.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     options: dict[str, Any] = field(default_factory=dict)
     respelled: dict[str, Any] = field(default_factory=dict)
     strict: bool = True
+    factor: float = 1.0
 
     def arrays(self, key, dtype) -> tuple[jax.Array, ...]:
         keys = jax.random.split(key, len(self.shapes))
@@ -75,12 +77,14 @@ CALLS = {
         ((1, 5, 2, 3), (1, 5, 1, 3), (1, 5, 1, 3)),
         {"scale": 0.5, "is_causal": True},
         {"scale": np.float64(0.5), "is_causal": np.True_},
+        factor=3.0,
     ),
     "dot_product_attention": Call(
         ((1, 5, 2, 3), (1, 5, 1, 3), (1, 5, 1, 3)),
         {"is_causal": True, "local_window_size": (2, 0)},
         {"is_causal": np.True_, "local_window_size": [2, 0]},
         strict=False,
+        factor=3.0,
     ),
 }
 
@@ -129,8 +133,8 @@ def test_runs_on_a_cpu_with_the_numbers_of_its_reference(name, key):
     arrays = CALLS[name].arrays(key, jnp.float32)
     f = op(name)
     reference = functools.partial(f, implementation="reference")
-    assert_close(f, reference, *arrays, grads=True)
-    assert_close(jax.jit(f), reference, *arrays, grads=True)
+    for run in (f, jax.jit(f)):
+        assert_close(run, reference, *arrays, grads=True, factor=CALLS[name].factor)
     device = jax.devices("cpu")[1]
     elsewhere = jax.jit(f)(*jax.device_put(arrays, device))
     assert elsewhere.devices() == {device}

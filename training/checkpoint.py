@@ -70,9 +70,14 @@ class Checkpoints:
       ValueError: for an option out of its range.
 
     Example:
-      >>> with Checkpoints(folder, keep_best=3) as checkpoints:  # doctest: +SKIP
-      ...     checkpoints.save(100, state, data=batches.get_state(), metric=0.31)
-      ...     restored = checkpoints.restore(state)
+      >>> import tempfile
+      >>> state = {"w": jnp.arange(3.0)}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with Checkpoints(folder, keep_best=3) as checkpoints:
+      ...         checkpoints.save(100, state, data={"drawn": 100}, metric=0.31)
+      ...         restored = checkpoints.restore(jax.tree.map(jnp.zeros_like, state))
+      >>> restored.step, restored.data, restored.state["w"].tolist()
+      (100, {'drawn': 100}, [0.0, 1.0, 2.0])
     """
 
     def __init__(
