@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .auto_batch import default_budget, fit_batch, parse_size, show_size
 from .checkpoint import CheckpointError
+from .config import Config
 from .config_file import ConfigError, load
 from .data import DataError
 from .loop import StuckError
@@ -39,6 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN_FOLDER",
         help="goes on with a stopped run: this one, or the newest of its name",
     )
+    parser.add_argument(
+        "--auto-batch",
+        action="store_true",
+        help="trains with the largest batch that fits the memory",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="what --auto-batch may use, as in 6GiB; default: what the device has",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
         if args.resume is not None:
             named = pathlib.Path(args.resume) if args.resume else None
             again = named or last_run(config.run.folder, config.run.name)
+        if args.auto_batch:
+            config = _with_largest_batch(args, config, console)
+        elif args.memory is not None:
+            raise ConfigError("--memory goes with --auto-batch.")
         outcome = train(config, console, again)
     except (ConfigError, DataError, RunFolderError, CheckpointError) as e:
         print(f"opsnn train: {e}", file=sys.stderr)
@@ -71,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     # To be copied: in one line, without colours.
     console.print(
-        f"Stopped; everything is saved. Go on with: {_again(args, outcome.folder)}",
+        "Stopped; everything is saved. Go on with: "
+        + _again(args, outcome.folder, config.data.batch_size),
         soft_wrap=True,
         highlight=False,
         markup=False,
@@ -79,9 +96,27 @@ def run(args: argparse.Namespace) -> int:
     return _EXIT_CODES[outcome.stopped]
 
 
-def _again(args: argparse.Namespace, folder: pathlib.Path) -> str:
+def _with_largest_batch(args, config: Config, console: Console) -> Config:
+    if args.resume is not None:
+        raise ConfigError(
+            "--auto-batch does not go with --resume: a run keeps its batch."
+        )
+    budget = default_budget() if args.memory is None else parse_size(args.memory)
+    fitted = fit_batch(config, budget)
+    console.print(
+        f"batch size: {fitted.config.data.batch_size}, "
+        f"{show_size(fitted.bytes)} of {show_size(budget)}",
+        highlight=False,
+    )
+    return fitted.config
+
+
+def _again(args: argparse.Namespace, folder: pathlib.Path, batch_size: int) -> str:
     words = ["opsnn", "train", args.config]
-    for override in args.set:
+    overrides = list(args.set)
+    if args.auto_batch:
+        overrides.append(f"data.batch_size={batch_size}")
+    for override in overrides:
         words += ["--set", override]
     return shlex.join([*words, "--resume", str(folder)])
 

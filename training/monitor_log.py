@@ -84,13 +84,16 @@ def _measured(metrics: dict[str, Any]) -> bool:
     return bool(metrics["monitor"]["measured"])
 
 
-def _scalars(row: dict[str, Any]):
+def _scalars(row: dict[str, Any]) -> list[tuple[str, float]]:
     """Tags and values for TensorBoard: a group for each measure."""
-    for layer, measures in row["layers"].items():
-        for name, value in measures.items():
-            yield f"{name}/{layer}", value
-    for weight, value in row["condition"].items():
-        yield f"condition/{weight}", value
+    found = [
+        (f"{name}/{layer}", value)
+        for layer, measures in row["layers"].items()
+        for name, value in measures.items()
+    ]
+    found += [(f"condition/{name}", value) for name, value in row["condition"].items()]
+    # TensorBoard has no place for inf and NaN; their number is a measure of its own.
+    return [(tag, value) for tag, value in found if math.isfinite(value)]
 
 
 def plot_monitor(
@@ -147,7 +150,8 @@ def plot_monitor(
         axes.set_title("Condition number", loc="left", fontsize=10)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(which="both", labelsize=7)
+        axes.margins(x=0.01)
         axes.legend(fontsize=7, frameon=False, ncols=2)
     note = "attempted step"
     if bad.any():

@@ -74,7 +74,7 @@ def train(config: Config, console: Console, again: Path | None = None) -> Outcom
     with folder:
         console.print(f"run folder: {folder.path}", soft_wrap=True, highlight=False)
         task = make_task(config)
-        state = _first_state(config, task)
+        state = first_state(config, task)
         with Checkpoints(
             folder.path / "checkpoints",
             config=config.trajectory(),
@@ -94,7 +94,8 @@ def train(config: Config, console: Console, again: Path | None = None) -> Outcom
                 raise LostRunError(_what_is_kept(e, folder, checkpoints)) from e
 
 
-def _first_state(config: Config, task: Task) -> TrainState:
+def first_state(config: Config, task: Task) -> TrainState:
+    """The state that a run with this configuration begins with."""
     options = config.optimization
     return TrainState.create(
         task.params,

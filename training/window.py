@@ -103,8 +103,11 @@ def accumulate(
         terms = vary(jax.tree.map(weigh, (loss, metrics)))
         return (grad_sum, model_state), (*terms, weight)
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, policy.accumulate), floats)
-    carry = vary(zeros), model_state
+    def zeros(x):
+        # Varying as the parameter does, which may be split over other axes as well.
+        return _pcast(jnp.zeros(x.shape, policy.accumulate), varying_axes(x))
+
+    carry = jax.tree.map(zeros, floats), model_state
     if micro_batches == 1:
         (grad_sum, model_state), terms = one(carry, (batch, 0))
     else:
