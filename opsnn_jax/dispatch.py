@@ -123,6 +123,7 @@ class Table:
         implementations: Sequence[Implementation],
         order: Callable[[str, str, Hashable], Sequence[str]],
         plain: Implementation,
+        because: Callable[[str, str, Hashable, str], str] | None = None,
     ):
         """Makes the table of an op.
 
@@ -132,11 +133,14 @@ class Table:
           order: `order(pass_name, platform, spec)`, the names to try there, best first.
           plain: the implementation in plain JAX whose passes are differentiated where a
             derivative of a pass is asked for.
+          because: `because(pass_name, platform, spec, implementation)`, why `order` has
+            it where it has; for people.
         """
         self.op = op
         self.implementations = {i.name: i for i in implementations}
         self._order = order
         self._plain = plain
+        self._because = because
 
     @property
     def names(self) -> tuple[str, ...]:

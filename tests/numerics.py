@@ -16,14 +16,16 @@ def errors(got, truth) -> dict[str, float]:
     return {k: float(e / (scale[k] or 1.0)) for k, e in error.items()}
 
 
-def assert_as_accurate(got, plain, truth, *, factor=2.0):
+def assert_as_accurate(got, plain, truth, *, factor=2.0, terms=0):
     """Asserts that `got` errs at most `factor` times as much as `plain` does.
 
     `plain` is the plain formula in the dtype of `got`. Where it is exact, or nearly,
-    one rounding to that dtype stands in for its error.
+    one rounding to that dtype stands in for its error, and the roundings of a sum in
+    fp32 of `terms` terms, which add up like a random walk.
     """
     assert got.dtype == plain.dtype, (got.dtype, plain.dtype)
     one_rounding = float(jnp.finfo(got.dtype).eps) / 2
+    one_rounding += float(jnp.finfo("float32").eps) / 2 * terms**0.5
     theirs = errors(plain, truth)
     bounds = {kind: factor * max(e, one_rounding) for kind, e in theirs.items()}
     assert_within(got, truth, bounds)

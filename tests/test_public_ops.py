@@ -67,6 +67,16 @@ CALLS = {
         {"padding": [0, 1, 1]},
         {"padding": ((0, 0), (1, 1), (1, 1))},
     ),
+    "conv_transpose": Call(
+        ((1, 3, 4, 2), (3, 3, 2, 2), (2,)),
+        {"strides": 1, "padding": "SAME"},
+        {"strides": np.array([1, 1]), "padding": "SAME"},
+    ),
+    "separable_conv2d": Call(
+        ((1, 5, 6, 3), (3, 3, 1, 3), (1, 1, 3, 3), (3,)),
+        {"dilation": (2, 2), "padding": "SAME"},
+        {"dilation": 2, "padding": [(2, 2), (2, 2)]},
+    ),
     "conv_general_dilated": Call(
         ((1, 3, 5, 7), (3, 3, 3, 3)),
         {"window_strides": (1, 1), "padding": [(1, 1), (1, 1)]},
@@ -88,13 +98,16 @@ CALLS = {
     ),
 }
 
-# Made of those above, with arguments or results of another form.
+# Made of those above, or with arguments or results of another form.
 COMPOSED = {
     "attention_decode",
     "flash_attention_packed",
+    "fold_batchnorm",
+    "from_blocked",
     "fused_qkv",
     "ring_attention",
     "rotary_embedding",
+    "to_blocked",
 }
 
 every_op = pytest.mark.parametrize("name", CALLS)
@@ -273,7 +286,7 @@ def test_a_bad_array_is_named_before_anything_runs(name, bad, key):
     for i in range(len(arrays)):
         given = [*arrays]
         given[i] = BAD[bad](arrays[i])
-        if given[i] is None and i == 2 and "conv" in name:
+        if given[i] is None and i == len(arrays) - 1 and "conv" in name:
             continue  # no bias
         with pytest.raises((TypeError, ValueError), match=rf"^{name}: "):
             op(name)(*given)

@@ -17,20 +17,31 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .spec import ConvSpec, empty_sum
+from .epilogue import empty_sum, finish
+from .spec import ConvSpec
+from .windows import transpose_filter
 
 # In a lax.pad configuration: nothing at either end or between.
 _KEEP = (0, 0, 0)
 
 
 def forward(
-    spec: ConvSpec, x: jax.Array, w: jax.Array, b: jax.Array | None = None
-) -> jax.Array:
-    """y = conv(x, w) + b, summed in fp32 or wider, rounded once to the input dtype."""
-    if 0 in spec.y_shape or 0 in w.shape:
-        return empty_sum(spec, b)
+    spec: ConvSpec,
+    x: jax.Array,
+    w: jax.Array,
+    b: jax.Array | None = None,
+    residual: jax.Array | None = None,
+):
+    """y = activation(conv(x, w) + b + residual), summed in fp32 or wider."""
+    if spec.is_empty:
+        return empty_sum(spec, b, residual)
+    return finish(spec, correlate(spec, x, w), b, residual)
+
+
+def correlate(spec: ConvSpec, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The sums of products (N, *T, O), fp32 or wider."""
     x, padding = crop(x, spec.padding)
-    y = lax.conv_general_dilated(
+    return lax.conv_general_dilated(
         x,
         w,
         window_strides=spec.strides,
@@ -41,14 +52,11 @@ def forward(
         precision=spec.precision,
         preferred_element_type=spec.accumulate_dtype,
     )
-    if b is not None:
-        y = y + b.astype(y.dtype)[(None,) * (y.ndim - 1)]
-    return y.astype(spec.dtype)
 
 
 def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
     """dx of x's shape, from w and dy."""
-    if 0 in spec.x_shape or 0 in spec.y_shape or 0 in w.shape:
+    if spec.is_empty:
         return jnp.zeros(spec.x_shape, spec.dtype)
     padding = [
         (extent - 1 - lo, size - ((out - 1) * stride + 1) + lo)
@@ -83,7 +91,7 @@ def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
 
 def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
     """dw of w's shape, from x and dy."""
-    if 0 in spec.x_shape or 0 in spec.y_shape or 0 in spec.w_shape:
+    if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
     padding = [
         (lo, (out - 1) * stride + extent - size - lo)
@@ -97,19 +105,21 @@ def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
         )
     ]
     x, padding = crop(x, padding)
-    s = "DHW"[-spec.rank :]
+    # Channels play the batch, the batch is contracted. Transposed by hand: inside a
+    # loop XLA does not put dimensions in order, which makes a CPU 100 times slower.
+    space = tuple(range(1, spec.rank + 1))
     dw = lax.conv_general_dilated(
-        x,
-        dy,
+        lax.transpose(x, (spec.rank + 1, *space, 0)),
+        lax.transpose(dy, (*space, 0, spec.rank + 1)),
         window_strides=spec.dilation,
         padding=padding,
         rhs_dilation=spec.strides,
-        # Channels play the batch, the batch is contracted.
-        dimension_numbers=(f"C{s}N", f"I{s}O", f"{s}NC"),
+        dimension_numbers=_layout(spec.rank),
         batch_group_count=spec.groups,
         precision=spec.precision,
         preferred_element_type=spec.accumulate_dtype,
     )
+    dw = lax.transpose(dw, (*space, 0, spec.rank + 1))
     return dw.astype(spec.dtype)
 
 
@@ -118,19 +128,6 @@ def crop(x: jax.Array, padding) -> tuple[jax.Array, list[tuple[int, int]]]:
     cut = [(min(lo, 0), min(hi, 0), 0) for lo, hi in padding]
     left = [(max(lo, 0), max(hi, 0)) for lo, hi in padding]
     return lax.pad(x, jnp.zeros((), x.dtype), [_KEEP, *cut, _KEEP]), left
-
-
-def transpose_filter(spec: ConvSpec, w: jax.Array) -> jax.Array:
-    """Flips w in space and swaps its channels within each group.
-
-    (*kernel, C / g, O) becomes (*kernel, O / g, C).
-    """
-    *kernel, c, o = w.shape
-    g = spec.groups
-    w = lax.rev(w, tuple(range(spec.rank)))
-    w = w.reshape(*kernel, c, g, o // g)
-    w = jnp.moveaxis(w, (-3, -2, -1), (-1, -2, -3))  # (*kernel, O / g, g, C / g)
-    return w.reshape(*kernel, o // g, g * c)
 
 
 def _layout(rank: int) -> tuple[str, str, str]:

@@ -4,6 +4,7 @@ Layout: x is (N, *spatial, C), w is (*kernel, C / groups, O), y is (N, *out, O).
 The operation is the cross-correlation of deep learning: the filter is not flipped.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -17,7 +18,9 @@ class ConvSpec:
     """Shapes, dtype and options of one convolution. Padding is resolved to pairs.
 
     One entry of `strides`, `padding` and `dilation` for each spatial dimension; a
-    padding pair is (low, high), negative to crop.
+    padding pair is (low, high), negative to crop. `activation` is a key of
+    `epilogue.ACTIVATIONS`; with `keep_preactivation` the forward pass returns what it
+    is applied to as well.
     """
 
     x_shape: tuple[int, ...]
@@ -28,6 +31,8 @@ class ConvSpec:
     dilation: tuple[int, ...]
     groups: int
     precision: jax.lax.PrecisionLike = None
+    activation: str | None = None
+    keep_preactivation: bool = False
 
     @property
     def rank(self) -> int:
@@ -67,8 +72,17 @@ class ConvSpec:
         """float32, or float64 where the data is."""
         return accumulate_dtype(self.dtype)
 
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether every output channel sees one input channel, of several."""
+        return self.groups > 1 and self.w_shape[-2] == 1
 
-def empty_sum(spec: ConvSpec, b: jax.Array | None) -> jax.Array:
-    """y where there is nothing to sum over: the bias, or zeros."""
-    y = jnp.zeros(spec.y_shape, spec.dtype)
-    return y if b is None else y + b[(None,) * (y.ndim - 1)]
+    @property
+    def is_empty(self) -> bool:
+        """Whether an array has no elements: then every sum is over nothing."""
+        return 0 in self.x_shape or 0 in self.y_shape or 0 in self.w_shape
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of the direct form, padding counted."""
+        return math.prod(self.y_shape) * math.prod(self.w_shape[:-1])

@@ -15,6 +15,7 @@ float32 uses F(4, 3) with full-precision products; bfloat16 uses F(2, 3), whose 
 with multiplicands rounded to bfloat16 is 1.7 times that of one output rounding.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -24,7 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..conv.spec import ConvSpec, empty_sum
+from ..conv.epilogue import empty_sum, finish
+from ..conv.spec import ConvSpec
 from ..tiling import LANES, SUBLANES, ceil_div, padded_bytes, result_type, round_up
 from . import xla
 from .transforms import Transform, transform
@@ -47,35 +49,37 @@ def forward(
     x: jax.Array,
     w: jax.Array,
     b: jax.Array | None = None,
+    residual: jax.Array | None = None,
     *,
     interpret: bool,
-) -> jax.Array:
-    """y = conv(x, w) + b."""
-    if 0 in spec.y_shape or 0 in spec.w_shape:
-        return empty_sum(spec, b)
+):
+    """y = activation(conv(x, w) + b + residual)."""
+    if spec.is_empty:
+        return empty_sum(spec, b, residual)
     pads = [lo for lo, _ in spec.padding]
     if b is None:
         b = jnp.zeros(w.shape[-1], x.dtype)
-    return _correlate(spec, x, w, b, pads, spec.out_spatial, interpret)
+    return _correlate(spec, x, w, b, residual, pads, spec.out_spatial, interpret)
 
 
 def input_gradient(
     spec: ConvSpec, w: jax.Array, dy: jax.Array, *, interpret: bool
 ) -> jax.Array:
     """dx, by the same kernel on dy with the rotated filter."""
-    if 0 in spec.x_shape or 0 in spec.y_shape or 0 in spec.w_shape:
+    if spec.is_empty:
         return jnp.zeros(spec.x_shape, spec.dtype)
     rotated = jnp.swapaxes(lax.rev(w, (0, 1)), -1, -2)
     pads = [2 - lo for lo, _ in spec.padding]
     b = jnp.zeros(rotated.shape[-1], dy.dtype)
-    return _correlate(spec, dy, rotated, b, pads, spec.spatial, interpret)
+    spec = dataclasses.replace(spec, activation=None)
+    return _correlate(spec, dy, rotated, b, None, pads, spec.spatial, interpret)
 
 
 def weight_gradient(
     spec: ConvSpec, x: jax.Array, dy: jax.Array, *, interpret: bool
 ) -> jax.Array:
     """dw = GT [sum over tiles of (BT x)^T (A dy)] G."""
-    if 0 in spec.x_shape or 0 in spec.y_shape or 0 in spec.w_shape:
+    if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
     t = _transform(spec)
     channels, outputs = spec.w_shape[-2:]
@@ -119,7 +123,7 @@ def weight_gradient(
     return dw.reshape(3, 3, padded_c, padded_o)[:, :, :channels, :outputs]
 
 
-def _correlate(spec, x, w, b, pads, out_spatial, interpret):
+def _correlate(spec, x, w, b, residual, pads, out_spatial, interpret):
     """x (N, H, W, C), padded at the low ends by `pads`, with w (3, 3, C, O)."""
     t = _transform(spec)
     batch, (channels, outputs) = x.shape[0], w.shape[-2:]
@@ -130,19 +134,29 @@ def _correlate(spec, x, w, b, pads, out_spatial, interpret):
     x = _pad(x, pads, steps_h * rows, tiles_w, t, halo=True)
     w = _pad_lanes(w, -2).reshape(9, x.shape[-1], outputs)
     u = _map_frequencies(t.array("g", jnp.float32), w, x.dtype, interpret)
-    return pl.pallas_call(
-        functools.partial(_correlate_kernel, t=t, rows=rows, tiles_w=tiles_w),
+    y_spec = pl.BlockSpec(
+        (1, t.m * rows, out_spatial[1], block_o), lambda o, n, h: (n, h, 0, o)
+    )
+    y_type = result_type((batch, *out_spatial, outputs), x.dtype)
+    outs = pl.pallas_call(
+        functools.partial(
+            _correlate_kernel,
+            spec=spec,
+            t=t,
+            rows=rows,
+            tiles_w=tiles_w,
+            has_residual=residual is not None,
+        ),
         grid=(ceil_div(outputs, block_o), batch, steps_h),
         in_specs=[
             *_coefficient_specs(),
             *_image_specs(x.shape, rows, lambda o, n, h: (n, h)),
             pl.BlockSpec((t.n * t.n, x.shape[-1], block_o), lambda o, n, h: (0, 0, o)),
             pl.BlockSpec((1, block_o), lambda o, n, h: (0, o)),
+            *([] if residual is None else [y_spec]),
         ],
-        out_specs=pl.BlockSpec(
-            (1, t.m * rows, out_spatial[1], block_o), lambda o, n, h: (n, h, 0, o)
-        ),
-        out_shape=result_type((batch, *out_spatial, outputs), x.dtype),
+        out_specs=[y_spec] * (1 + spec.keep_preactivation),
+        out_shape=[y_type] * (1 + spec.keep_preactivation),
         scratch_shapes=[
             pltpu.VMEM((rows + 1, *x.shape[2:]), jnp.float32),
             _by_lane_tiles(rows, x.shape[3], x.shape[-1]),
@@ -156,7 +170,8 @@ def _correlate(spec, x, w, b, pads, out_spatial, interpret):
         cost_estimate=_cost(t, batch * steps_h * rows * tiles_w, spec),
         interpret=interpret,
         name="winograd_correlate",
-    )(*_coefficients(t), x, x, u, b[None])
+    )(*_coefficients(t), x, x, u, b[None], *([] if residual is None else [residual]))
+    return tuple(outs) if spec.keep_preactivation else outs[0]
 
 
 # Kernel bodies. In them an image is (tile row, row of the tile, column, channel), and a
@@ -164,14 +179,17 @@ def _correlate(spec, x, w, b, pads, out_spatial, interpret):
 
 
 def _correlate_kernel(
-    bt_ref, at_ref, x_ref, halo_ref, u_ref, b_ref, y_ref, image_ref, row_ref, acc_ref,
-    out_ref, *, t: Transform, rows: int, tiles_w: int,
+    bt_ref, at_ref, x_ref, halo_ref, u_ref, b_ref, *refs,
+    spec: ConvSpec, t: Transform, rows: int, tiles_w: int, has_residual: bool,
 ):  # fmt: skip
     """y (1, m*rows, W, O) from an image block and u (n*n, C, O).
 
-    Scratch: image (rows + 1, m, W, C), acc (m, m, rows, tiles_w, O), row and out by
+    After b comes the residual, if there is one; y, and z if the spec keeps it; and
+    scratch: image (rows + 1, m, W, C), acc (m, m, rows, tiles_w, O), row and out by
     lane tiles.
     """
+    residual_ref = refs[0] if has_residual else None
+    *y_refs, image_ref, row_ref, acc_ref, out_ref = refs[has_residual:]
     _load_image(x_ref, halo_ref, image_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
@@ -193,7 +211,7 @@ def _correlate_kernel(
             for i in range(t.m):
                 acc_ref[i, j] += at_ref[i, p] * across
 
-    width, lanes = y_ref.shape[2], out_ref.shape[-1]
+    width, lanes = y_refs[0].shape[2], out_ref.shape[-1]
     bias = _f32(b_ref[...])[None]  # (1, 1, O)
     for i in range(t.m):
         for j in range(t.m):
@@ -202,9 +220,14 @@ def _correlate_kernel(
                 part = acc_ref[i, j, :, :, k * lanes : (k + 1) * lanes]
                 out_ref[pl.ds(k, 1), :, columns, :] = part[None]
         y = jnp.concatenate([out_ref[k] for k in range(out_ref.shape[0])], -1)
-        y = (y[:, :width] + bias).astype(y_ref.dtype)
+        y = y[:, :width] + bias
         for r in range(rows):
-            y_ref[0, r * t.m + i] = y[r]
+            row = r * t.m + i
+            more = residual_ref[0, row] if has_residual else None
+            outs = finish(spec, y[r], residual=more)
+            outs = outs if spec.keep_preactivation else (outs,)
+            for ref, out in zip(y_refs, outs, strict=True):
+                ref[0, row] = out
 
 
 def _weight_gradient_kernel(

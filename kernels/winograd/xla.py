@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..conv.spec import ConvSpec, empty_sum
+from ..conv.epilogue import empty_sum, finish
+from ..conv.spec import ConvSpec
 from .transforms import Transform, transform
 
 # Outputs per tile and axis. F(4, 3) does a quarter of the direct form's products in
@@ -49,27 +50,31 @@ def refuses(spec: ConvSpec) -> str | None:
 
 
 def forward(
-    spec: ConvSpec, x: jax.Array, w: jax.Array, b: jax.Array | None = None
-) -> jax.Array:
-    """y = conv(x, w) + b by F(4, 3)."""
-    if 0 in spec.y_shape or 0 in spec.w_shape:
-        return empty_sum(spec, b)
+    spec: ConvSpec,
+    x: jax.Array,
+    w: jax.Array,
+    b: jax.Array | None = None,
+    residual: jax.Array | None = None,
+):
+    """y = activation(conv(x, w) + b + residual) by F(4, 3)."""
+    if spec.is_empty:
+        return empty_sum(spec, b, residual)
     pads = [lo for lo, _ in spec.padding]
-    return _correlate(spec, x, w, b, pads, spec.out_spatial)
+    return finish(spec, _correlate(spec, x, w, pads, spec.out_spatial), b, residual)
 
 
 def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
     """dx, by the same algorithm on dy with the rotated filter."""
-    if 0 in spec.x_shape or 0 in spec.y_shape or 0 in spec.w_shape:
+    if spec.is_empty:
         return jnp.zeros(spec.x_shape, spec.dtype)
     rotated = jnp.swapaxes(lax.rev(w, tuple(range(spec.rank))), -1, -2)
     pads = [k - 1 - lo for k, (lo, _) in zip(spec.kernel, spec.padding, strict=True)]
-    return _correlate(spec, dy, rotated, None, pads, spec.spatial)
+    return _correlate(spec, dy, rotated, pads, spec.spatial).astype(spec.dtype)
 
 
 def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
     """dw = GT [sum over tiles of (BT x)^T (A dy)]."""
-    if 0 in spec.x_shape or 0 in spec.y_shape or 0 in spec.w_shape:
+    if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
     ts = _transforms(spec)
     tiles = _tiles(spec.out_spatial, ts)
@@ -96,8 +101,8 @@ def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
     return dw.astype(spec.dtype)
 
 
-def _correlate(spec, x, w, b, pads, out_spatial):
-    """x (N, *S, C), padded at the low end by `pads`, correlated with w (*r, C, O)."""
+def _correlate(spec, x, w, pads, out_spatial):
+    """The sums of x (N, *S, C), padded at the low end by `pads`, and w (*r, C, O)."""
     ts = _transforms(spec)
     u = w.astype(spec.accumulate_dtype)
     for axis, t in enumerate(ts):
@@ -111,10 +116,7 @@ def _correlate(spec, x, w, b, pads, out_spatial):
     def block(i):
         v = _input_transform(spec, _rows(x, ts[0], i, rows), ts)
         products = _product(spec, v, u).reshape(*v.shape[:-1], w.shape[-1])
-        y = _output_transform(products, ts)
-        if b is not None:
-            y = y + b.astype(y.dtype)[(None,) * (y.ndim - 1)]
-        return y.astype(spec.dtype)
+        return _output_transform(products, ts)
 
     if blocks == 1:
         y = block(0)

@@ -138,18 +138,32 @@ def _conv_cases() -> tuple[OpCase, ...]:
         conv_case("cropped", (1, 8, 8, 3), (3, 3, 3, 4), padding=((-1, 1), (0, -2))),
         conv_case("one pixel", (1, 1, 1, 1), (3, 3, 1, 1)),
         conv_case("prime", (1, 13, 17, 3), (3, 3, 3, 5)),
+        conv_case("relu", (1, 6, 5, 4), (3, 3, 4, 6), bias=True, activation="relu"),
+        conv_case("gelu", (1, 5, 6, 4), (1, 1, 4, 6), bias=True, activation="gelu"),
+        conv_case(
+            "channels first", (2, 6, 8, 9), (3, 3, 6, 7), layout="channels_first"
+        ),
         conv_case("empty", (0, 5, 5, 3), (3, 3, 3, 4)),
     )
 
 
 def _conv_factor(name, dtype, case) -> float:
-    """Winograd's error grows by kappa in each dimension; other methods are direct."""
-    if not (name or "").startswith("winograd"):
+    """Winograd's error over that of one rounding; other methods are direct.
+
+    The transforms multiply an error by kappa in each of two dimensions. In fp32 it is
+    that of the sums, with F(4, 3). In half precision the XLA form still multiplies in
+    fp32, which leaves the rounding of the result; the TPU kernel rounds both
+    multiplicands of F(2, 3) as well.
+    """
+    if name not in ("winograd", "pallas_tpu"):
         return 1.0
     from opsnn_jax.kernels.winograd.transforms import transform
 
-    # F(4, 3) where the multiplicands keep 24 bits, F(2, 3) where they are halves.
-    return transform(4 if dtype == jnp.float32 else 2, 3).kappa ** 2
+    if dtype == jnp.float32:
+        return transform(4, 3).kappa ** 2
+    if name == "winograd":
+        return 1.0
+    return math.hypot(1.0, math.sqrt(2) * transform(2, 3).kappa ** 2)
 
 
 def attention_case(

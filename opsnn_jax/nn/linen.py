@@ -6,24 +6,14 @@ checkpoint loads, and a model switches over layer by layer, `ops_nn.Conv` for `n
     from opsnn_jax.nn import linen as ops_nn
 """
 
-from collections.abc import Callable
-
-import flax.linen as nn
-
 from opsnn_jax.nn.linen_attention import MultiHeadAttention as MultiHeadAttention
 from opsnn_jax.nn.linen_attention import (
     MultiHeadDotProductAttention as MultiHeadDotProductAttention,
 )
 from opsnn_jax.nn.linen_attention import dot_product_attention as dot_product_attention
+from opsnn_jax.nn.linen_conv import Conv as Conv
+from opsnn_jax.nn.linen_conv import ConvBNAct as ConvBNAct
+from opsnn_jax.nn.linen_conv import ConvTranspose as ConvTranspose
+from opsnn_jax.nn.linen_conv import DepthwiseConv as DepthwiseConv
+from opsnn_jax.nn.linen_conv import SeparableConv as SeparableConv
 from opsnn_jax.nn.linen_grouped import GroupedQueryAttention as GroupedQueryAttention
-from opsnn_jax.ops.lax_conv import conv_general_dilated
-
-
-class Conv(nn.Conv):
-    """`flax.linen.Conv` by `opsnn_jax.conv`.
-
-    To name an implementation, pass `conv_general_dilated=functools.partial(
-    opsnn_jax.conv_general_dilated, implementation="winograd")`.
-    """
-
-    conv_general_dilated: Callable | None = conv_general_dilated

@@ -1,5 +1,6 @@
 """What every op demands of its arguments, in the same words."""
 
+import operator
 from typing import Any
 
 import jax
@@ -40,6 +41,19 @@ def as_float_array(op: str, name: str, x: Any) -> jax.Array | np.ndarray:
             "to float32. Cast it to float32, or enable x64."
         )
     return x
+
+
+def as_int(op: str, name: str, value: Any) -> int:
+    """`value` as an int; else TypeError."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{op}: {name} must be an int that is known while tracing; "
+            f"got {type(value).__name__}."
+        ) from None
 
 
 def as_precision(op: str, precision: Any) -> lax.Precision | None:

@@ -1,16 +1,23 @@
-"""Convolution: y[n, i, o] = b[o] + sum_{k, c} x[n, s i + d k - lo, c] w[k, c, o].
+"""Convolution: y = activation(z), with
 
-Gradients, with dy the cotangent of y:
+    z[n, i, o] = sum_{k, c} x[n, s i + d k - lo, c] w[k, c, o] + b[o] + r[n, i, o]
 
-    dx[n, j, c] = sum_{i, k: s i + d k - lo = j, o}  dy[n, i, o] w[k, c, o]
-    dw[k, c, o] = sum_{n, i}  x[n, s i + d k - lo, c] dy[n, i, o]
-    db[o]       = sum_{n, i}  dy[n, i, o]
+Gradients, with dz the cotangent of z, dz = activation'(z) dy:
 
-Saved for backward: x and w. Channels are last: x (N, *S, C), w (*K, C / groups, O).
+    dx[n, j, c] = sum_{i, k: s i + d k - lo = j, o}  dz[n, i, o] w[k, c, o]
+    dw[k, c, o] = sum_{n, i}  x[n, s i + d k - lo, c] dz[n, i, o]
+    db[o]       = sum_{n, i}  dz[n, i, o]
+    dr          = dz
+
+r is the residual.
+
+Saved for backward: x and w; with relu y; with another activation z.
+Channels are last: x (N, *S, C), w (*K, C / groups, O).
 """
 
+import dataclasses
 import functools
-import math
+import inspect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,21 +26,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from opsnn_jax.dispatch import (
-    Implementation,
-    Requested,
-    Table,
-    align_varying,
-    deferred,
-    partitioned,
-)
-from opsnn_jax.kernels.conv import direct
+from opsnn_jax.dispatch import Choice, Requested, align_varying, partitioned
+from opsnn_jax.kernels.conv.epilogue import activation_gradient
 from opsnn_jax.kernels.conv.spec import ConvSpec
-from opsnn_jax.kernels.dtypes import accumulate_dtype
-from opsnn_jax.kernels.winograd import xla as winograd
 
-from .arguments import as_float_array
-from .conv_arguments import Padding, validate
+from .arguments import as_float_array, as_int
+from .conv_arguments import Padding, check_filter, validate
+from .conv_table import TABLE
+from .layout import check_layout, from_channels_last, to_channels_last
 
 
 def conv(
@@ -41,10 +41,13 @@ def conv(
     w: Float[Array, "*K Cg O"],
     b: Float[Array, "O"] | None = None,
     *,
+    residual: Float[Array, "N *T O"] | None = None,
     strides: int | Sequence[int] = 1,
     padding: Padding = "SAME",
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
+    activation: str | None = None,
+    layout: str = "channels_last",
     precision: lax.PrecisionLike = None,
     implementation: Requested = None,
 ) -> Float[Array, "N *T O"]:
@@ -54,18 +57,28 @@ def conv(
       x: `(N, *S, C)`, float16, bfloat16, float32, or, under jax_enable_x64, float64.
       w: `(*K, C / groups, O)`, of x's dtype.
       b: `(O,)` of x's dtype, added before the result is rounded.
+      residual: of the result's shape and x's dtype, added likewise, before the
+        activation.
       strides: one positive int for all dimensions, or one for each.
       padding: "SAME", "SAME_LOWER", "VALID", "CAUSAL" (one dimension only), an int for
         both ends of all dimensions, or for each dimension an int or a (low, high) pair.
         A negative number crops.
       dilation: of the filter; as `strides`.
       groups: divides C and O; each group of O / groups outputs sees C / groups inputs.
+      activation: None, "relu", "gelu" (the tanh form) or "silu", applied before the
+        result is rounded.
+      layout: of x, residual and the result: "channels_last"; "channels_first", so
+        `(N, C, *S)`; or "blocked", so `(N, C1, *S, C0)` as `to_blocked` makes it. w is
+        `(*K, C / groups, O)` in all of them.
       precision: of fp32 products on hardware that has several, as in `jax.lax`. The
         Winograd forms always take the highest.
-      implementation: None chooses for each platform; "direct" is XLA's convolution;
-        "winograd" is F(4, 3) in plain XLA; "pallas_tpu" is F(4, 3) as a Pallas kernel;
-        "reference" is `lax.conv_general_dilated` without a derivative rule of ours.
-        A sequence is an order of preference.
+      implementation: None chooses for each platform, forward, dx and dw apart;
+        "direct" is XLA's convolution; "gemm" matrix products of gathered inputs;
+        "pointwise" (1-tap kernels) one matrix product; "depthwise" (groups = C)
+        shifted multiply-adds; "planes" (three dimensions) a sum of two-dimensional
+        convolutions; "winograd" F(4, 3) in plain XLA; "pallas_tpu" F(4, 3) as a Pallas
+        kernel; "reference" is `lax.conv_general_dilated` without a derivative rule of
+        ours. A sequence is an order of preference. `opsnn_jax.explain` tells which.
 
     Returns:
       `(N, *T, O)` of x's dtype, T as in `lax.conv_general_dilated`.
@@ -88,24 +101,24 @@ def conv(
       >>> y.shape, float(y[0, 0, 0, 0])
       ((1, 3, 3, 4), 18.0)
     """
-    return _conv_of_rank(
-        "conv", None, x, w, b, strides, padding, dilation, groups, precision,
-        implementation,
+    return conv_of_rank(
+        "conv", None, x, w, b, residual=residual, strides=strides, padding=padding,
+        dilation=dilation, groups=groups, activation=activation, layout=layout,
+        precision=precision, implementation=implementation,
     )  # fmt: skip
+
+
+_OPTIONS = inspect.signature(conv).parameters.keys()
 
 
 def _named(name: str, rank: int, x_shape: str, w_shape: str):
     """`conv` for one rank, under its usual name."""
 
     @functools.wraps(conv)
-    def op(
-        x, w, b=None, *, strides=1, padding="SAME", dilation=1, groups=1,
-        precision=None, implementation=None,
-    ):  # fmt: skip
-        return _conv_of_rank(
-            name, rank, x, w, b, strides, padding, dilation, groups, precision,
-            implementation,
-        )  # fmt: skip
+    def op(x, w, b=None, **options):
+        for option in options.keys() - _OPTIONS:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+        return conv_of_rank(name, rank, x, w, b, **options)
 
     op.__name__ = op.__qualname__ = name
     op.__doc__ = (
@@ -119,113 +132,106 @@ conv2d = _named("conv2d", 2, "(N, H, W, C)", "(kh, kw, C / groups, O)")
 conv3d = _named("conv3d", 3, "(N, D, H, W, C)", "(kd, kh, kw, C / groups, O)")
 
 
-def _conv_of_rank(
-    op, rank, x, w, b, strides, padding, dilation, groups, precision, implementation
-):
-    _TABLE.check(implementation)
+def conv_of_rank(
+    op, rank, x, w, b=None, *, residual=None, layout="channels_last", groups=1,
+    implementation=None, **options,
+):  # fmt: skip
+    """`conv` in the name of `op`, for x of `rank` spatial dimensions (None: any)."""
+    TABLE.check(implementation)
+    check_layout(op, layout)
     x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)
     b = None if b is None else as_float_array(op, "b", b)
-    spec = validate(op, rank, x, w, b, strides, padding, dilation, groups, precision)
-    x, w, b = (None if a is None else jnp.asarray(a) for a in (x, w, b))
-    if implementation == "reference":
-        return _reference(spec, x, w, b)
-    x, w, b = align_varying(x, w, b)
-    choice = _TABLE.choose(implementation, spec)
-    batch_and_outputs = [(0, 0), *[None] * spec.rank, (1, spec.rank + 1)]
-    return partitioned(
-        functools.partial(_conv, choice), x, w, b, dims=batch_and_outputs
+    residual = None if residual is None else as_float_array(op, "residual", residual)
+    block = x.shape[-1] if x.ndim else 0
+    if layout != "channels_last":
+        groups = as_int(op, "groups", groups)
+        check_filter(op, rank, w)
+        x = to_channels_last(op, "x", layout, rank, x, w.shape[-2] * groups)
+        if residual is not None:
+            residual = to_channels_last(
+                op, "residual", layout, rank, residual, w.shape[-1]
+            )
+    spec = validate(op, rank, x, w, b, residual, groups=groups, **options)
+    operands = _Operands(
+        *(None if a is None else jnp.asarray(a) for a in (x, w, b, residual))
     )
-
-
-# The implementations and which is tried first.
-
-_DIRECT = Implementation(
-    "direct",
-    {
-        "fwd": direct.forward,
-        "dx": direct.input_gradient,
-        "dw": direct.weight_gradient,
-    },
-)
-_WINOGRAD = Implementation(
-    "winograd",
-    {
-        "fwd": winograd.forward,
-        "dx": winograd.input_gradient,
-        "dw": winograd.weight_gradient,
-    },
-    refuses=winograd.refuses,
-)
-_TPU = "opsnn_jax.kernels.winograd.tpu"
-_WINOGRAD_TPU = Implementation(
-    "pallas_tpu",
-    {
-        "fwd": deferred(_TPU, "forward"),
-        "dx": deferred(_TPU, "input_gradient"),
-        "dw": deferred(_TPU, "weight_gradient"),
-    },
-    platforms=("tpu",),
-    refuses=deferred(_TPU, "refuses"),
-    pallas=True,
-)
-
-
-def _order(name: str, platform: str, spec: ConvSpec) -> tuple[str, ...]:
-    """What to try, best first, from the measurements of benchmarks/conv.py."""
-    if platform == "cpu" and spec.rank == 2 and _winograd_pays(name, spec):
-        return ("winograd", "direct")
-    return ("direct",)
-
-
-def _winograd_pays(name: str, spec: ConvSpec) -> bool:
-    # Few channels: the transforms cost more than the products they save. Few tiles: the
-    # transformed filter, 4 times the filter, is read for too few products.
-    tiles = spec.x_shape[0] * math.prod(-(-s // 4) for s in spec.out_spatial)
-    fewest = 32 if name == "dw" else 64
-    return min(spec.w_shape[-2:]) >= fewest and tiles >= 96
-
-
-_TABLE = Table("conv", (_DIRECT, _WINOGRAD, _WINOGRAD_TPU), _order, plain=_DIRECT)
+    if implementation == "reference":
+        y = _reference(spec, operands)
+    else:
+        operands = _Operands(*align_varying(*operands))
+        choice = TABLE.choose(implementation, spec)
+        batch_and_outputs = [(0, 0), *[None] * spec.rank, (1, spec.rank + 1)]
+        y = partitioned(
+            lambda *operands: _conv(choice, _Operands(*operands)),
+            *operands,
+            dims=batch_and_outputs,
+        )
+    return from_channels_last(layout, y, block)
 
 
 # The derivative rule.
 
 
-class _Residuals(NamedTuple):
+class _Operands(NamedTuple):
     x: jax.Array
     w: jax.Array
-    b: jax.Array | None  # for its dtype
+    b: jax.Array | None
+    residual: jax.Array | None
+
+    def of_forward(self) -> tuple[jax.Array, ...]:
+        """What the forward pass takes: x, w, and b and residual if there are any."""
+        x, w, b, residual = self
+        if residual is None:
+            return (x, w) if b is None else (x, w, b)
+        return (x, w, jnp.zeros(w.shape[-1], w.dtype) if b is None else b, residual)
+
+
+class _Saved(NamedTuple):
+    operands: _Operands  # b and residual for their being there
+    kept: jax.Array | None  # y with relu, z with another activation, in x's dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _conv(choice, x, w, b):
-    return choice["fwd"](x, w) if b is None else choice["fwd"](x, w, b)
+def _conv(choice: Choice, operands: _Operands) -> jax.Array:
+    return choice["fwd"](*operands.of_forward())
 
 
-def _conv_fwd(choice, x, w, b):
-    return _conv(choice, x, w, b), _Residuals(x, w, b)
+def _conv_fwd(choice, operands):
+    forward = choice["fwd"]
+    if forward.spec.activation in (None, "relu"):
+        y = forward(*operands.of_forward())
+        kept = None if forward.spec.activation is None else y
+    else:
+        keeps = dataclasses.replace(forward.spec, keep_preactivation=True)
+        forward = dataclasses.replace(forward, spec=keeps)
+        y, kept = forward(*operands.of_forward())
+    return y, _Saved(operands, kept)
 
 
-def _conv_bwd(choice, residuals, dy):
-    x, w, b = residuals
-    dx = choice["dx"](w, dy)
-    dw = choice["dw"](x, dy)
+def _conv_bwd(choice, saved, dy):
+    (x, w, b, residual), kept = saved
+    spec = choice["fwd"].spec
+    dz = dy if kept is None else activation_gradient(spec, kept, dy)
     db = None
     if b is not None:
-        axes = tuple(range(dy.ndim - 1))
-        db = jnp.sum(dy, axes, dtype=accumulate_dtype(dy.dtype)).astype(b.dtype)
-    return dx, dw, db
+        axes = tuple(range(dz.ndim - 1))
+        db = jnp.sum(dz, axes, dtype=spec.accumulate_dtype).astype(b.dtype)
+    dz = dz.astype(dy.dtype)
+    dx = choice["dx"](w, dz)
+    dw = choice["dw"](x, dz)
+    return (_Operands(dx, dw, db, None if residual is None else dz),)
 
 
 _conv.defvjp(_conv_fwd, _conv_bwd)
 
 
-def _reference(spec: ConvSpec, x, w, b):
+def _reference(spec: ConvSpec, operands: _Operands) -> jax.Array:
     """The definition: JAX's own convolution and its own derivatives."""
+    x, w, b, residual = operands
     s = "DHW"[-spec.rank :]
     # Padded apart: then no derivative has negative padding, see kernels/conv/direct.py.
     config = [(0, 0, 0), *((lo, hi, 0) for lo, hi in spec.padding), (0, 0, 0)]
-    y = lax.conv_general_dilated(
+    z = lax.conv_general_dilated(
         lax.pad(x, jnp.zeros((), x.dtype), config),
         w,
         spec.strides,
@@ -235,4 +241,8 @@ def _reference(spec: ConvSpec, x, w, b):
         feature_group_count=spec.groups,
         precision=spec.precision,
     )
-    return y if b is None else y + b[(None,) * (y.ndim - 1)]
+    if b is not None:
+        z = z + b[(None,) * (z.ndim - 1)]
+    if residual is not None:
+        z = z + residual
+    return z if spec.activation is None else getattr(jax.nn, spec.activation)(z)

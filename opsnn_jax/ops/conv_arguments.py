@@ -1,7 +1,6 @@
 """The arguments of a convolution: what a caller can get wrong is found here, once."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 
 import jax
@@ -9,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from opsnn_jax.kernels.conv.epilogue import ACTIVATIONS
 from opsnn_jax.kernels.conv.spec import ConvSpec
 
-from .arguments import as_precision
+from .arguments import as_int, as_precision
 
 Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
 
@@ -24,11 +24,14 @@ def validate(
     x: jax.Array | np.ndarray,
     w: jax.Array | np.ndarray,
     b: jax.Array | np.ndarray | None,
-    strides: int | Sequence[int],
-    padding: Padding,
-    dilation: int | Sequence[int],
-    groups: int,
-    precision: lax.PrecisionLike,
+    residual: jax.Array | np.ndarray | None = None,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    activation: str | None = None,
+    precision: lax.PrecisionLike = None,
 ) -> ConvSpec:
     """Checks that everything fits together; `rank` None is that of x.
 
@@ -47,18 +50,14 @@ def validate(
             f"{op}: x must have {rank + 2} dimensions, (N, {_spatial(rank)}, C); got "
             f"shape {x.shape}. Add a batch dimension with x[None]."
         )
-    if w.ndim != rank + 2:
-        raise ValueError(
-            f"{op}: w must have {rank + 2} dimensions, (kernel of {rank}, C / groups, "
-            f"O); got shape {w.shape} with x {x.shape}."
-        )
-    for name, a in (("w", w), ("b", b)):
+    check_filter(op, rank, w)
+    for name, a in (("w", w), ("b", b), ("residual", residual)):
         if a is not None and a.dtype != x.dtype:
             raise TypeError(
                 f"{op}: {name} must have the dtype of x, {x.dtype}; got {a.dtype}. "
                 f"Cast it with {name}.astype(x.dtype)."
             )
-    groups = _int(op, "groups", groups)
+    groups = as_int(op, "groups", groups)
     channels, outputs = x.shape[-1], w.shape[-1]
     if groups < 1 or channels % groups or outputs % groups:
         raise ValueError(
@@ -77,32 +76,45 @@ def validate(
     if b is not None and b.shape != (outputs,):
         raise ValueError(f"{op}: b must have shape (O,) = ({outputs},); got {b.shape}.")
 
+    if activation is not None and (
+        not isinstance(activation, str) or activation not in ACTIVATIONS
+    ):
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(
+            f"{op}: activation must be None or one of {names}; got {activation!r}. "
+            "Apply another to the result."
+        )
+
     strides = _per_dimension(op, "strides", strides, rank)
     dilation = _per_dimension(op, "dilation", dilation, rank)
     spec = ConvSpec(
         x.shape, w.shape, jnp.dtype(x.dtype).name, strides, ((0, 0),) * rank, dilation,
-        groups, _precision(op, precision),
+        groups, _precision(op, precision), activation,
     )  # fmt: skip
-    spec = dataclasses.replace(spec, padding=_pairs(op, padding, spec))
+    spec = dataclasses.replace(spec, padding=resolve_padding(op, padding, spec))
     for size, pads in zip(spec.spatial, spec.padding, strict=True):
         if size + sum(pads) < 0:
             raise ValueError(
                 f"{op}: padding must not crop more than there is; got {pads} for a "
                 f"dimension of size {size}."
             )
+    if residual is not None and residual.shape != spec.y_shape:
+        raise ValueError(
+            f"{op}: residual must have the shape of the result, {spec.y_shape}; got "
+            f"{residual.shape}."
+        )
     return spec
 
 
-def _int(op, name, value) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{op}: {name} must be an int that is known while tracing; "
-            f"got {type(value).__name__}."
-        ) from None
+def check_filter(op: str, rank: int | None, w: jax.Array | np.ndarray) -> None:
+    """Raises ValueError if w has the wrong number of dimensions; `rank` None is any."""
+    if w.ndim - 2 not in (_RANKS if rank is None else (rank,)):
+        wanted = "three to five" if rank is None else rank + 2
+        kernel = "*kernel" if rank is None else f"kernel of {rank}"
+        raise ValueError(
+            f"{op}: w must have {wanted} dimensions, ({kernel}, C / groups, O); got "
+            f"shape {w.shape}."
+        )
 
 
 def _precision(op, precision):
@@ -117,9 +129,9 @@ def _precision(op, precision):
 def _per_dimension(op, name, value, rank) -> tuple[int, ...]:
     value = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, Sequence) and not isinstance(value, str):
-        values = tuple(_int(op, name, v) for v in value)
+        values = tuple(as_int(op, name, v) for v in value)
     else:
-        values = (_int(op, name, value),) * rank
+        values = (as_int(op, name, value),) * rank
     if len(values) != rank or min(values) < 1:
         raise ValueError(
             f"{op}: {name} must be a positive int, or {rank} of them; got {value!r}."
@@ -127,7 +139,7 @@ def _per_dimension(op, name, value, rank) -> tuple[int, ...]:
     return values
 
 
-def _pairs(op, padding, spec) -> tuple[tuple[int, int], ...]:
+def resolve_padding(op, padding, spec) -> tuple[tuple[int, int], ...]:
     """The (low, high) padding of each spatial dimension."""
     if isinstance(padding, str):
         kind = padding.upper()
@@ -144,7 +156,7 @@ def _pairs(op, padding, spec) -> tuple[tuple[int, int], ...]:
     if isinstance(padding, np.ndarray):
         padding = padding.tolist()
     if not isinstance(padding, Sequence):
-        return ((_int(op, "padding", padding),) * 2,) * spec.rank
+        return ((as_int(op, "padding", padding),) * 2,) * spec.rank
     if len(padding) != spec.rank:
         raise ValueError(
             f"{op}: padding must have one entry for each of the {spec.rank} spatial "
@@ -158,7 +170,7 @@ def _pairs(op, padding, spec) -> tuple[tuple[int, int], ...]:
                 f"{op}: each padding entry must be an int or a (low, high) pair; "
                 f"got {entry!r} in {padding!r}."
             )
-        pairs.append(tuple(_int(op, "padding", p) for p in pair))
+        pairs.append(tuple(as_int(op, "padding", p) for p in pair))
     return tuple(pairs)
 
 

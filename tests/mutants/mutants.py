@@ -48,14 +48,14 @@ CONV = (
     ),
     Mutant(
         "conv-filter-not-flipped",
-        "kernels/conv/direct.py",
+        "kernels/conv/windows.py",
         "    w = lax.rev(w, tuple(range(spec.rank)))\n",
         "",
         (_CONV_OPS + "test_other_ranks",),
     ),
     Mutant(
         "conv-groups-transposed",
-        "kernels/conv/direct.py",
+        "kernels/conv/windows.py",
         "jnp.moveaxis(w, (-3, -2, -1), (-1, -2, -3))",
         "jnp.moveaxis(w, (-3, -2, -1), (-2, -1, -3))",
         (
@@ -72,25 +72,24 @@ CONV = (
     ),
     Mutant(
         "conv-rounded-before-the-bias",
-        "kernels/conv/direct.py",
-        "    if b is not None:\n        y = y + b.astype(y.dtype)",
-        "    y = y.astype(spec.dtype)\n"
-        "    if b is not None:\n        y = y + b.astype(y.dtype)",
+        "kernels/conv/epilogue.py",
+        "    z = sums\n",
+        "    z = sums.astype(spec.dtype)\n",
         (_CONV_OPS + "test_bias_is_added_before_the_one_rounding",),
     ),
     Mutant(
         "conv-db-sum-in-half",
         "opsnn_jax/ops/conv.py",
-        "db = jnp.sum(dy, axes, dtype=accumulate_dtype(dy.dtype)).astype(b.dtype)",
-        "rows = dy.reshape(-1, dy.shape[-1])\n"
+        "db = jnp.sum(dz, axes, dtype=spec.accumulate_dtype).astype(b.dtype)",
+        "rows = dz.reshape(-1, dz.shape[-1])\n"
         "        db = lax.scan(lambda t, row: (t + row, None), 0 * b, rows)[0]",
         (_CONV_OPS + "test_gradients_of_filter_and_bias_are_summed_in_fp32",),
     ),
     Mutant(
         "conv-db-dtype",
         "opsnn_jax/ops/conv.py",
-        "dtype=accumulate_dtype(dy.dtype)).astype(b.dtype)",
-        "dtype=accumulate_dtype(dy.dtype))",
+        "dtype=spec.accumulate_dtype).astype(b.dtype)",
+        "dtype=spec.accumulate_dtype)",
         (_CONV_OPS + "test_half_precision_rounds_once",),
     ),
     Mutant(
@@ -201,8 +200,8 @@ WINOGRAD = (
     Mutant(
         "winograd-tpu-no-bias",
         "kernels/winograd/tpu.py",
-        "y = (y[:, :width] + bias).astype",
-        "y = (y[:, :width] + 0 * bias).astype",
+        "y = y[:, :width] + bias",
+        "y = y[:, :width] + 0 * bias",
         (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
     ),
 )

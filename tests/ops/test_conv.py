@@ -11,75 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from opsnn_jax import conv, conv1d, conv2d, conv3d
-from opsnn_jax.kernels.winograd.transforms import transform
-from tests.numerics import assert_as_accurate, assert_within, errors
-
-# Relative rms error of one fp32 multiplication and addition chain over a few hundred
-# terms, and of rounding a multiplicand to bfloat16.
-EPS = {"float32": 2.7e-7, "bfloat16": 1.66e-3}
-
-
-def winograd_bound(m, dtype):
-    """The error that F(m, 3) may have by its error model, half as much again.
-
-    The rms error is kappa for each dimension times that of the multiplicands, of which
-    there are two; the largest error is that of the worst output of a tile.
-    """
-    t = transform(m, 3)
-    points = [
-        sum(float(c) ** 2 for c in t.g[i]) * sum(float(c) ** 2 for c in t.bt[i])
-        for i in range(t.n)
-    ]
-    worst = max(
-        sum(float(a) ** 2 * p for a, p in zip(row, points, strict=True)) / t.r
-        for row in t.at
-    )
-    one_rounding = float(jnp.finfo(dtype).eps) / 2
-    amplified = 1.5 * 2**0.5 * EPS[dtype]
-    return {
-        "rms": amplified * t.kappa**2 + one_rounding,
-        "max": amplified * worst + one_rounding,
-    }
-
-
-def draw(key, x_shape, w_shape, dtype, bias=True):
-    kx, kw, kb = jax.random.split(key, 3)
-    x = jax.random.normal(kx, x_shape, jnp.float32)
-    scale = np.float32(np.prod(w_shape[:-1])) ** -0.5
-    w = jax.random.normal(kw, w_shape, jnp.float32) * scale
-    b = jax.random.normal(kb, w_shape[-1:], jnp.float32)
-    arrays = (x, w, b) if bias else (x, w)
-    return tuple(a.astype(dtype) for a in arrays)
-
-
-def value_and_vjp(f, arrays, dy):
-    y, vjp = jax.vjp(f, *arrays)
-    return (y, *vjp(dy))
-
-
-def compare(arrays, key, *, implementation, bound=None, **options):
-    """Checks value and gradients of `conv`: within `bound`, or else at most twice the
-    error of the plain formula in the same dtype."""
-
-    ours = functools.partial(conv, implementation=implementation, **options)
-    plain = functools.partial(conv, implementation="reference", **options)
-    shape = jax.eval_shape(plain, *arrays).shape
-    dy = jax.random.normal(key, shape, jnp.float32).astype(arrays[0].dtype)
-
-    @jax.jit
-    def both(arrays, dy):
-        return value_and_vjp(ours, arrays, dy), value_and_vjp(plain, arrays, dy)
-
-    got, same_dtype = both(arrays, dy)
-    with jax.enable_x64(True):
-        wide = [np.asarray(a, np.float64) for a in arrays]
-        exact = value_and_vjp(plain, wide, jnp.asarray(np.asarray(dy, np.float64)))
-    for g, p, t in zip(got, same_dtype, exact, strict=True):
-        if bound is None:
-            assert_as_accurate(g, p, t)
-        else:
-            assert_within(g, t, bound)
-
+from tests.numerics import errors
+from tests.ops.conv_cases import compare, draw, value_and_vjp, winograd_bound
 
 SHAPES = [
     # x, w, padding: ragged tiles, one pixel, cropping, wide filters of channels
@@ -150,7 +83,7 @@ def test_direct_options_against_reference_in_fp64(
     options = dict(strides=strides, dilation=dilation, padding=padding, groups=groups)
     with jax.enable_x64(True):
         arrays = draw(key, (2, 9, 8, 4), (*k, 4 // groups, 6), "float64")
-        ours = functools.partial(conv2d, **options)
+        ours = functools.partial(conv2d, implementation="direct", **options)
         plain = functools.partial(conv2d, implementation="reference", **options)
         dy = jax.random.normal(key, plain(*arrays).shape, jnp.float64)
         chex.assert_trees_all_close(
@@ -159,6 +92,7 @@ def test_direct_options_against_reference_in_fp64(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("implementation", [None, "direct"])
 @pytest.mark.parametrize(
     ("op", "x", "w", "options"),
     [
@@ -167,9 +101,9 @@ def test_direct_options_against_reference_in_fp64(
         (conv3d, (1, 4, 5, 6, 2), (3, 2, 1, 2, 3), dict(strides=(1, 2, 1))),
     ],
 )
-def test_other_ranks(op, x, w, options, key):
+def test_other_ranks(op, x, w, options, implementation, key):
     arrays = draw(key, x, w, "float32")
-    compare(arrays, key, implementation=None, **options)
+    compare(arrays, key, implementation=implementation, **options)
     assert op(*arrays, **options).shape == conv(*arrays, **options).shape
 
 

@@ -1,0 +1,130 @@
+"""The implementations of convolution, and the rules by which one is chosen.
+
+The rules come from the measurements of benchmarks/conv.py (CPU) and from static
+schedules of `opsnn compile` (TPU).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from opsnn_jax.dispatch import Implementation, Table, deferred
+from opsnn_jax.kernels.conv import depthwise, direct, gemm, planes, pointwise
+from opsnn_jax.kernels.conv.spec import ConvSpec
+from opsnn_jax.kernels.winograd import xla as winograd
+
+
+def _implementation(name, module, **options) -> Implementation:
+    passes = {
+        "fwd": module.forward,
+        "dx": module.input_gradient,
+        "dw": module.weight_gradient,
+    }
+    return Implementation(name, passes, **options)
+
+
+def _pallas_tpu(name, module) -> Implementation:
+    module = f"opsnn_jax.kernels.{module}"
+    passes = {
+        "fwd": deferred(module, "forward"),
+        "dx": deferred(module, "input_gradient"),
+        "dw": deferred(module, "weight_gradient"),
+    }
+    return Implementation(
+        name,
+        passes,
+        platforms=("tpu",),
+        refuses=deferred(module, "refuses"),
+        pallas=True,
+    )
+
+
+_DIRECT = _implementation("direct", direct)
+_IMPLEMENTATIONS = (
+    _DIRECT,
+    _implementation("gemm", gemm),
+    _implementation("pointwise", pointwise, refuses=pointwise.refuses),
+    _implementation("depthwise", depthwise, refuses=depthwise.refuses),
+    _implementation("planes", planes, refuses=planes.refuses),
+    _implementation("winograd", winograd, refuses=winograd.refuses),
+    _pallas_tpu("pallas_tpu", "winograd.tpu"),
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where an implementation is tried before those of the rules below it."""
+
+    implementation: str
+    platform: str
+    passes: tuple[str, ...]
+    applies: Callable[[ConvSpec], bool]
+    because: str
+
+
+def _winograd_pays(fewest_channels: int) -> Callable[[ConvSpec], bool]:
+    def pays(spec):
+        tiles = spec.x_shape[0] * math.prod(-(-s // 4) for s in spec.out_spatial)
+        return (
+            spec.rank == 2 and min(spec.w_shape[-2:]) >= fewest_channels and tiles >= 96
+        )
+
+    return pays
+
+
+_ALL = ("fwd", "dx", "dw")
+_RULES = (
+    Rule(
+        "depthwise", "cpu", _ALL, lambda spec: spec.is_depthwise,
+        "XLA multiplies every channel by every other, or one channel at a time",
+    ),
+    Rule(
+        "pointwise", "cpu", _ALL, lambda spec: math.prod(spec.kernel) == 1,
+        "one matrix product, with nothing to gather",
+    ),
+    Rule(
+        "gemm", "cpu", _ALL, lambda spec: spec.groups > 1,
+        "XLA takes dw of groups over every pair of channels",
+    ),
+    Rule(
+        "winograd", "cpu", ("fwd", "dx"), _winograd_pays(64),
+        "a quarter of the products, and enough channels and tiles to pay for the "
+        "transforms",
+    ),
+    Rule(
+        "winograd", "cpu", ("dw",), _winograd_pays(32),
+        "a quarter of the products, and enough channels and tiles to pay for the "
+        "transforms",
+    ),
+    Rule(
+        "gemm", "cpu", ("dw",), lambda spec: True,
+        "XLA takes dw by a filter as large as the image",
+    ),
+    Rule(
+        "planes", "cpu", ("fwd", "dx"), lambda spec: spec.rank == 3,
+        "XLA's convolution in three dimensions is slower than several in two",
+    ),
+)  # fmt: skip
+
+
+def _applying(name: str, platform: str, spec: ConvSpec) -> list[Rule]:
+    return [
+        rule
+        for rule in _RULES
+        if rule.platform == platform and name in rule.passes and rule.applies(spec)
+    ]
+
+
+def _order(name: str, platform: str, spec: ConvSpec) -> tuple[str, ...]:
+    rules = _applying(name, platform, spec)
+    return (*(rule.implementation for rule in rules), "direct")
+
+
+def _because(name: str, platform: str, spec: ConvSpec, implementation: str) -> str:
+    for rule in _applying(name, platform, spec):
+        if rule.implementation == implementation:
+            return rule.because
+    return "no rule names a faster one"
+
+
+TABLE = Table("conv", _IMPLEMENTATIONS, _order, plain=_DIRECT, because=_because)

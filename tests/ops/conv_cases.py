@@ -1,0 +1,83 @@
+"""What the tests of convolution share: inputs, and comparison with fp64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opsnn_jax import conv
+from opsnn_jax.kernels.winograd.transforms import transform
+from tests.numerics import assert_as_accurate, assert_within
+
+# Relative rms error of one fp32 multiplication and addition chain over a few hundred
+# terms, and of rounding a multiplicand to bfloat16.
+EPS = {"float32": 2.7e-7, "bfloat16": 1.66e-3}
+
+
+def winograd_bound(m, dtype):
+    """The error that F(m, 3) may have by its error model, half as much again.
+
+    The rms error is kappa for each dimension times that of the multiplicands, of which
+    there are two; the largest error is that of the worst output of a tile.
+    """
+    t = transform(m, 3)
+    points = [
+        sum(float(c) ** 2 for c in t.g[i]) * sum(float(c) ** 2 for c in t.bt[i])
+        for i in range(t.n)
+    ]
+    worst = max(
+        sum(float(a) ** 2 * p for a, p in zip(row, points, strict=True)) / t.r
+        for row in t.at
+    )
+    one_rounding = float(jnp.finfo(dtype).eps) / 2
+    amplified = 1.5 * 2**0.5 * EPS[dtype]
+    return {
+        "rms": amplified * t.kappa**2 + one_rounding,
+        "max": amplified * worst + one_rounding,
+    }
+
+
+def draw(key, x_shape, w_shape, dtype, bias=True):
+    kx, kw, kb = jax.random.split(key, 3)
+    x = jax.random.normal(kx, x_shape, jnp.float32)
+    scale = np.float32(np.prod(w_shape[:-1])) ** -0.5
+    w = jax.random.normal(kw, w_shape, jnp.float32) * scale
+    b = jax.random.normal(kb, w_shape[-1:], jnp.float32)
+    arrays = (x, w, b) if bias else (x, w)
+    return tuple(a.astype(dtype) for a in arrays)
+
+
+def value_and_vjp(f, arrays, dy):
+    y, vjp = jax.vjp(f, *arrays)
+    return (y, *vjp(dy))
+
+
+def compare(arrays, key, *, implementation, bound=None, **options):
+    """Checks value and gradients of `conv`: within `bound`, or else at most twice the
+    error of the plain formula in the same dtype."""
+
+    ours = functools.partial(conv, implementation=implementation, **options)
+    plain = functools.partial(conv, implementation="reference", **options)
+    shape = jax.eval_shape(plain, *arrays).shape
+    dy = jax.random.normal(key, shape, jnp.float32).astype(arrays[0].dtype)
+
+    @jax.jit
+    def both(arrays, dy):
+        return value_and_vjp(ours, arrays, dy), value_and_vjp(plain, arrays, dy)
+
+    got, same_dtype = both(arrays, dy)
+    with jax.enable_x64(True):
+        wide = [np.asarray(a, np.float64) for a in arrays]
+        exact = jax.jit(functools.partial(value_and_vjp, plain))(
+            wide, np.asarray(dy, np.float64)
+        )
+    x, w = arrays[:2]
+    outputs = dy.size // w.shape[-1]
+    # Of y, dx, dw and db, each, the number of terms in a sum.
+    terms = (w.size // w.shape[-1], w.size // x.shape[-1], outputs, outputs)
+    for g, p, t, n in zip(got, same_dtype, exact, terms[: len(got)], strict=True):
+        if bound is None:
+            assert_as_accurate(g, p, t, terms=n)
+        else:
+            assert_within(g, t, bound)

@@ -1,0 +1,151 @@
+"""Every XLA implementation of convolution against fp64, and which one is chosen."""
+
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from opsnn_jax import conv, conv2d
+from opsnn_jax.kernels.conv import windows
+from opsnn_jax.kernels.conv.spec import ConvSpec
+from opsnn_jax.ops.conv_arguments import validate
+from opsnn_jax.ops.conv_table import TABLE
+from tests.ops.conv_cases import compare, draw
+
+# name -> x, w and options that it takes: strides that leave a remainder, dilation,
+# cropping, several outputs a channel, one pixel, and each number of dimensions.
+CALLS = {
+    "direct": [],
+    "gemm": [
+        ((2, 9, 8, 4), (3, 2, 4, 5), dict(strides=(2, 3))),
+        ((2, 7, 6, 6), (3, 3, 2, 9), dict(groups=3, padding=((1, 0), (2, -1)))),
+        ((1, 1, 1, 2), (3, 3, 2, 1), {}),
+        ((3, 11, 4), (4, 2, 6), dict(groups=2, dilation=2, padding="CAUSAL")),
+    ],
+    "pointwise": [
+        ((2, 5, 4, 8), (1, 1, 8, 5), dict(strides=(2, 3))),
+        ((2, 7, 3), (1, 3, 4), dict(padding=((2, -1),))),
+    ],
+    "depthwise": [
+        ((2, 9, 8, 3), (3, 2, 1, 3), dict(groups=3, strides=(2, 3))),
+        ((2, 6, 7, 3), (3, 3, 1, 6), dict(groups=3, padding=((1, 0), (2, -1)))),
+        ((2, 13, 5), (4, 1, 5), dict(groups=5, padding="CAUSAL", dilation=2)),
+        ((1, 1, 1, 2), (3, 3, 1, 2), dict(groups=2)),
+    ],
+    "planes": [
+        ((2, 5, 5, 6, 2), (3, 2, 1, 2, 3), dict(strides=(2, 2, 1))),
+        ((1, 6, 4, 3, 4), (2, 3, 3, 2, 4), dict(groups=2, dilation=(2, 1, 1))),
+    ],
+}  # fmt: skip
+EACH = [(name, *call) for name, calls in CALLS.items() for call in calls]
+
+
+@pytest.mark.parametrize(("implementation", "x", "w", "options"), EACH)
+def test_against_fp64(implementation, x, w, options, key):
+    compare(draw(key, x, w, "float32"), key, implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("implementation", ["gemm", "pointwise", "depthwise", "planes"])
+def test_half_precision_rounds_once(implementation, key):
+    x, w, options = CALLS[implementation][0]
+    compare(draw(key, x, w, "bfloat16"), key, implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("implementation", ["gemm", "pointwise", "depthwise", "planes"])
+def test_vmap_and_grad_of_grad(implementation, key):
+    shape, w_shape, options = CALLS[implementation][0]
+    x, w = draw(key, shape, w_shape, "float32", bias=False)
+
+    def twice(implementation):
+        def loss(x, w):
+            y = conv(x, w, implementation=implementation, **options)
+            return jnp.sum(y**3)
+
+        def penalty(x, w):
+            return sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1))(x, w))
+
+        return jax.jit(jax.vmap(jax.grad(penalty, (0, 1)), (0, None)))
+
+    xs = jnp.stack([x, -x])
+    chex.assert_trees_all_close(
+        twice(implementation)(xs, w), twice("reference")(xs, w), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "fits", [lambda p: p <= 1, lambda p: p <= 12, lambda p: p <= 48]
+)
+def test_slabs_cover_every_output_once(fits):
+    spec = ConvSpec(
+        (6, 9, 5, 2), (3, 2, 2, 3), "float32", (2, 1), ((1, 1), (0, 1)), (1, 1), 1
+    )
+    slabs = windows.Slabs(spec, fits)
+    y = jnp.arange(math.prod(spec.y_shape)).reshape(spec.y_shape)
+    parts = [slabs.of_output(y, i) for i in range(slabs.count)]
+    np.testing.assert_array_equal(slabs.join(jnp.stack(parts)), y)
+    x = jnp.arange(math.prod(spec.x_shape)).reshape(spec.x_shape)
+    padded = windows.pad(spec, x)
+    for k in windows.taps(spec):
+        seen = [
+            windows.tap(slabs.spec, slabs.of_input(padded, i), k)
+            for i in range(slabs.count)
+        ]
+        whole = windows.tap(spec, padded, k)
+        np.testing.assert_array_equal(slabs.join(jnp.stack(seen)), whole)
+
+
+def test_gradients_inside_scan_are_those_outside(key):
+    # dw must not depend on where XLA puts dimensions in order.
+    x, w = draw(key, (2, 6, 6, 4), (3, 3, 4, 4), "float32", bias=False)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def dw(w, scan, implementation):
+        def layer(carry, _):
+            return conv2d(carry, w, implementation=implementation), None
+
+        carry = x
+        if scan:
+            return jax.lax.scan(layer, carry, None, length=3)[0].sum()
+        for _ in range(3):
+            carry, _ = layer(carry, None)
+        return carry.sum()
+
+    for implementation in (None, "direct"):
+        gradients = [jax.grad(dw)(w, scan, implementation) for scan in (True, False)]
+        chex.assert_trees_all_close(*gradients, rtol=1e-5)
+
+
+def test_one_groups_infinity_stays_its_own(key):
+    x, w = draw(key, (1, 5, 5, 4), (3, 3, 2, 4), "float32", bias=False)
+    x = x.at[0, 2, 2, 0].set(jnp.inf)
+    y = conv2d(x, w, groups=2)
+    assert not jnp.isfinite(y[..., :2]).any(-1)[0, 2, 2]
+    assert jnp.isfinite(y[..., 2:]).all()
+
+
+# What is chosen.
+
+CHOSEN = [
+    # x, w, options, and what runs forward, dx and dw on a CPU
+    ((8, 56, 56, 64), (3, 3, 64, 64), {}, ("winograd", "winograd", "winograd")),
+    ((8, 56, 56, 64), (3, 3, 64, 64), dict(strides=2), ("direct", "direct", "gemm")),
+    ((1, 7, 7, 64), (3, 3, 64, 64), {}, ("direct", "direct", "gemm")),
+    ((8, 28, 28, 64), (1, 1, 64, 32), {}, ("pointwise",) * 3),
+    ((8, 28, 28, 64), (3, 3, 1, 64), dict(groups=64), ("depthwise",) * 3),
+    ((8, 28, 28, 64), (3, 3, 4, 64), dict(groups=16), ("gemm",) * 3),
+    ((2, 8, 9, 9, 4), (3, 3, 3, 4, 4), {}, ("planes", "planes", "gemm")),
+]
+
+
+@pytest.mark.parametrize(("x", "w", "options", "names"), CHOSEN)
+def test_what_a_cpu_runs(x, w, options, names):
+    arrays = (jax.ShapeDtypeStruct(shape, "float32") for shape in (x, w))
+    spec = validate("conv", None, *arrays, None, **options)
+    choice = TABLE.choose(None, spec)
+    chosen = [dict(choice[name].by_platform) for name in ("fwd", "dx", "dw")]
+    assert tuple(c["cpu"].name for c in chosen) == names
+    assert {c["tpu"].name for c in chosen} == {"direct"}
