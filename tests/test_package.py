@@ -109,6 +109,14 @@ def test_readme_runs():
     assert int(scope["metrics"]["step"]) == 1
 
 
+def test_attention_page_runs():
+    scope = {}
+    text = (ROOT / "docs" / "attention.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(code, "attention.md", "exec"), scope)
+    assert scope["out"].shape == scope["block"](scope["q"]).shape == (2, 100, 8, 64)
+
+
 def test_everything_exported_is_documented():
     documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(path.read_text() for path in documents)
