@@ -62,7 +62,7 @@ def save(name: str, rows: list[dict]) -> Path:
     return path
 
 
-def plot_ratios(name: str, rows: list[dict], title: str) -> Path:
+def plot_ratios(name: str, rows: list[dict], title: str, base: str = "XLA") -> Path:
     """Bars of each row's ratio, with its quartiles; below 1 is faster."""
     import matplotlib
 
@@ -80,7 +80,7 @@ def plot_ratios(name: str, rows: list[dict], title: str) -> Path:
     axes.barh(labels, ratios, xerr=spread, color=colors, ecolor="#555", capsize=2)
     axes.axvline(1, color="#222", linewidth=1)
     axes.invert_yaxis()
-    axes.set_xlabel("time, relative to XLA (lower is faster)")
+    axes.set_xlabel(f"time, relative to {base} (lower is faster)")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     for y, ratio in enumerate(ratios):
