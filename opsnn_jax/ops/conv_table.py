@@ -48,6 +48,7 @@ _IMPLEMENTATIONS = (
     _implementation("planes", planes, refuses=planes.refuses),
     _implementation("winograd", winograd, refuses=winograd.refuses),
     _pallas_tpu("pallas_tpu", "winograd.tpu"),
+    _pallas_tpu("pallas_tpu_depthwise", "conv.depthwise_tpu"),
 )
 
 
