@@ -149,10 +149,16 @@ def largest(bytes_of: Callable[[int], float], budget: float, *, multiple: int) -
 
 
 def default_budget() -> int:
-    """Bytes: what the device says it can give, or 80% of the host's free memory."""
+    """Bytes: what the device says it can give, or 80% of the host's free memory.
+
+    Raises:
+      ConfigError: where neither is known.
+    """
     stats = jax.local_devices()[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         return limit - stats.get("bytes_in_use", 0)
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        raise ConfigError("--memory: this system does not say what is free; give it.")
     return int(0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 

@@ -304,12 +304,12 @@ class Config(Section):
     def trajectory(self) -> dict[str, Any]:
         """The settings that decide the numbers of a run, which it cannot change midway.
 
-        The rest is where results go and how often they are shown and saved. How long
+        The rest is where results go, and how often they are shown and saved. How long
         the run is belongs here, for the learning rate depends on it.
         """
         settings = self.model_dump(mode="json")
-        for key in ("folder", "report_every", "save_every", "keep_last", "keep_best"):
-            del settings["run"][key]
+        run = settings["run"]
+        settings["run"] = {key: run[key] for key in ("seed", "epochs", "steps")}
         del settings["optimization"]["stop_after_skips"], settings["monitor"]
         return settings
 

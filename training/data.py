@@ -64,9 +64,10 @@ class Counted:
     the same batches again.
     """
 
-    def __init__(self, batches: Iterable):
+    def __init__(self, batches: Iterable, iterator: Iterator | None = None):
         self._batches = batches
-        self._iterator, self._drawn = iter(batches), 0
+        self._iterator = iter(batches) if iterator is None else iterator
+        self._drawn = 0
 
     def __iter__(self) -> "Counted":
         return self
@@ -97,7 +98,7 @@ def resumable(batches: Iterable) -> ResumableIterator:
     iterator = iter(batches)
     if hasattr(iterator, "get_state") and hasattr(iterator, "set_state"):
         return iterator
-    return Counted(batches)
+    return Counted(batches, iterator)
 
 
 class Prefetch:

@@ -155,7 +155,7 @@ def _check_progress(metrics: dict[str, Any], state: TrainState, limit: int) -> N
         f"training stopped: {skips} steps in a row were skipped, the last{at} with a "
         f"loss of {metrics['loss']:g}; {what}. "
         + (
-            "Lower optimization.loss_scale or its min."
+            "Lower the loss scale (optimization.loss_scale) or its min."
             if scaling_helps
             else "No loss scale mends this: look at the data and the learning rate."
         )

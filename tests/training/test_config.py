@@ -1,9 +1,13 @@
 """Configurations: what is read, and that every fault is one line naming the key."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from opsnn_jax.training import DynamicLossScale, NoLossScale, StaticLossScale
+from opsnn_jax.training.config import OptimizerConfig
 from opsnn_jax.training.config_file import ConfigError, load
+from opsnn_jax.training.tasks import make_optimizer
 
 TEXT = """
 run: {name: mnist, epochs: 8}
@@ -144,3 +148,26 @@ def test_missing_file():
 @pytest.mark.parametrize("name", ["mnist", "text"])
 def test_examples_are_valid(name, request):
     load(str(request.config.rootpath / "examples" / f"{name}.yaml"))
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("warmup, steps", [(0, 1), (0, 2), (1, 1), (3, 3), (9, 4)])
+def test_rates_are_finite_however_short_the_run(schedule, warmup, steps):
+    # F10, optax#1403: an interval of length zero gave a rate of NaN.
+    config = OptimizerConfig(
+        name="sgd",
+        learning_rate=0.5,
+        schedule=schedule,
+        warmup_steps=warmup,
+        momentum=0.0,
+    )
+    with jax.numpy_dtype_promotion("standard"), jax.disable_jit():
+        optimizer = make_optimizer(config, steps)
+        state = optimizer.init({"w": jnp.ones(())})
+        for i in range(steps + 2):
+            updates, state = optimizer.update(
+                {"w": jnp.ones(())}, state, {"w": jnp.zeros(())}
+            )
+            rate = -float(updates["w"])
+            assert 0.0 <= rate <= 0.5
+            assert rate > 0.0 or i > 0  # the first update is not lost

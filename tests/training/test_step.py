@@ -414,6 +414,34 @@ def test_master_weights_take_updates_that_half_precision_loses():
     assert float(state.params["w"]) == 206.0
 
 
+@pytest.mark.parametrize(
+    "optimizer, start, grad, steps, end",
+    [
+        # The second moment of a gradient of 10: bf16 stops at 32.
+        (optax.scale_by_adam(), 0.0, 10.0, 2000, 100 * (1 - 0.999**2000)),
+        # Decay of 1e-5 a step, which bf16 loses.
+        (optax.adamw(1e-3, weight_decay=0.01), 100.0, 0.0, 1000, 99.005),
+    ],
+)
+def test_moments_and_decay_take_what_half_precision_loses(
+    optimizer, start, grad, steps, end
+):
+    # E12, optax#1552: moments follow half parameters, and b2 = 0.999 is 1 in bf16.
+    policy = Policy.parse("mixed_bfloat16")
+    state = TrainState.create({"w": jnp.float32(start)}, optimizer, policy=policy)
+
+    def loss_fn(params, model_state, batch, rng):
+        loss = grad * policy.cast_to_output(policy.cast_to_compute(params["w"]))
+        return loss, (model_state, {})
+
+    step = make_train_step(loss_fn, optimizer, policy=policy, donate=False)
+    after = jax.jit(
+        lambda s: jax.lax.fori_loop(0, steps, lambda _, s: step(s, {})[0], s)
+    )(state)
+    found = after.params["w"] if start else after.opt_state.nu["w"]
+    assert float(found) == pytest.approx(end, rel=1e-4)
+
+
 def test_ema_is_kept_in_fp32():
     # E12: in bf16 an average with decay 0.999 never moves from 0 to 0.95.
     policy = Policy.parse("mixed_bfloat16")

@@ -82,7 +82,7 @@ def test_unwritable_run_folder_is_one_line_before_training(run, tmp_path, monkey
         ),
         ("mixed_fp16", np.nan, 1e-3, "loss scale 512 with a loss of nan; not finite"),
         # Beyond fp32 once it is scaled: a smaller scale would help.
-        ("mixed_fp16", 1e37, 1e-3, "the gradients of w. Lower optimization.loss_scale"),
+        ("mixed_fp16", 1e37, 1e-3, "the gradients of w. Lower the loss scale"),
     ],
 )
 def test_endless_skips_stop_the_run_with_the_reason(
