@@ -81,11 +81,14 @@ def test_import_is_light():
 
 
 def test_winograd_bound_is_that_of_its_transform():
-    pytest.importorskip("opsnn_jax.kernels.winograd.transforms")
-    wide = library._conv_factor("winograd_xla", jnp.dtype("float32"), CASE)
-    half = library._conv_factor("winograd_xla", jnp.dtype("bfloat16"), CASE)
-    assert wide == pytest.approx(4.8, abs=0.1) and half == pytest.approx(1.67, abs=0.01)
-    assert library._conv_factor("xla", jnp.dtype("float32"), CASE) == 1
+    def factor(name, dtype):
+        return library._conv_factor(name, jnp.dtype(dtype), CASE)
+
+    assert factor("winograd", "float32") == pytest.approx(4.8, abs=0.1)
+    assert factor("pallas_tpu", "float32") == factor("winograd", "float32")
+    # Half multiplicands: their rounding, 5 / 3 times sqrt(2), beside that of the result.
+    assert factor("pallas_tpu", "bfloat16") == pytest.approx(2.56, abs=0.01)
+    assert factor("winograd", "bfloat16") == factor("direct", "float32") == 1
 
 
 @pytest.mark.parametrize("cases", [library._conv_cases, library._attention_cases])
