@@ -9,7 +9,7 @@ from jax import lax
 
 from .dropout import keep
 from .ranges import block_ranges, may_meet
-from .spec import fence
+from .spec import fence, finite
 from .tiles import Tiles
 
 
@@ -27,7 +27,11 @@ class Scores:
 
     def __init__(self, tiles: Tiles, q, k, v, *extra):
         self.spec, self.tiles = tiles.spec, tiles
-        self.q, self.k, self.v = tiles.rows(q), tiles.cols(k), tiles.cols(v)
+        self.q = tiles.rows(q)
+        # Keys that are visited once are cut out where they are used: an empty tile of a
+        # long cache then costs nothing.
+        self._in_place = tiles.count[0] == 1 and tiles.whole_cols
+        self.k, self.v = (k, v) if self._in_place else (tiles.cols(k), tiles.cols(v))
         extra = self.spec.split(extra)
         self.bias, self.mask = (
             x if x is None else tiles.pad_operand(x) for x in (extra.bias, extra.mask)
@@ -52,18 +56,23 @@ class Scores:
 
     def dot(self, a, b, contract):
         """Product of every head, summed over one axis of each operand."""
+        if contract[0] == 1:
+            # A transpose that XLA folds into a product costs it, on a CPU, the faster
+            # one of its kernels.
+            a, contract = lax.optimization_barrier(a.swapaxes(1, 2)), (2, contract[1])
         dims = (((contract[0],), (contract[1],)), ((0,), (0,)))
         return lax.dot_general(a, b, dims, precision=self.spec.precision)
 
     def tile(self, q_i, i, j, partial: bool) -> Tile:
         """Tile (i, j) for its scaled queries; `partial` unless all of it counts."""
-        k, v = self.widen(at(self.k, j)), self.widen(at(self.v, j))
-        if partial:
-            k, v, poison = fence(k, v)
-        s, slope = self._capped(self.dot(q_i, k, (2, 2)))
+        k, v = self._keys(self.k, j), self._keys(self.v, j)
+        product = self.dot(q_i, k, (2, 2))
+        s, slope = self._capped(product)
         if not partial:
             return Tile(s, slope, k, v)
-        heads = self.tiles.by_head(s + poison[:, None, :])
+        # A key that is not finite makes its products so: 0 times them is its poison.
+        k, (v, poison) = finite(k), fence(v)
+        heads = self.tiles.by_head(s + product * 0 + poison[:, None, :])
         seen = self._seen(i, j)
         if self.bias is not None:
             bias = self.widen(self.tiles.operand(self.bias, i, j))
@@ -82,6 +91,11 @@ class Scores:
         seed = self.seed[0], self.seed[1]
         kept = keep(seed, heads, *self._indices(i, j), spec.dropout_rate)
         return jnp.where(kept.reshape(p.shape), p * spec.keep_scale, 0)
+
+    def _keys(self, x, j):
+        if self._in_place:
+            return self.widen(self.tiles.col_block(x, j))
+        return self.widen(at(x, j))
 
     def unless_empty(self, i, j, visit: Callable, empty: Callable):
         """`visit()`, or `empty()` if ids and positions hide all of tile (i, j)."""

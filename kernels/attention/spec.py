@@ -101,8 +101,8 @@ class AttentionSpec:
         return Extra(*(next(rest) if present else None for present in has))
 
 
-def fence(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Takes non-finite values out of keys and values, and says where they were.
+def fence(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Takes non-finite values out of keys or values, and says where they were.
 
     A hidden key has probability 0, but 0 * NaN is NaN in the products with k and v.
     With the returned `poison` (0, or NaN where a key or its value was not finite) added
@@ -110,14 +110,13 @@ def fence(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     and no other one does.
 
     Args:
-      k: (..., S, H).
-      v: (..., S, Hv).
+      arrays: each (..., S, features).
 
     Returns:
-      k and v with zeros for what is not finite, and poison (..., S).
+      The arrays with zeros for what is not finite, and poison (..., S).
     """
-    poison = jnp.sum(k * 0, axis=-1) + jnp.sum(v * 0, axis=-1)
-    return finite(k), finite(v), lax.stop_gradient(poison)
+    poison = sum(jnp.sum(x - finite(x), axis=-1) for x in arrays) * 0
+    return *map(finite, arrays), lax.stop_gradient(poison)
 
 
 def finite(x: jax.Array) -> jax.Array:

@@ -86,6 +86,17 @@ class Tiles:
         x = x.transpose(1, 0, 3, 2, 4)
         return x.reshape(nk, spec.batch * spec.kv_heads, bk, x.shape[-1])
 
+    @property
+    def whole_cols(self) -> bool:
+        """Whether the blocks of keys fill the array, without padding."""
+        return self.count[1] * self.block[1] == self.spec.kv_len
+
+    def col_block(self, x: jax.Array, j) -> jax.Array:
+        """Block j of `cols(x)`, if these are whole, without making the others."""
+        bk = self.block[1]
+        x = lax.dynamic_slice_in_dim(x, j * bk, bk, axis=1)
+        return x.swapaxes(1, 2).reshape(-1, bk, x.shape[-1])
+
     def uncols(self, x: jax.Array) -> jax.Array:
         """The inverse of `cols`."""
         spec, bk, nk = self.spec, self.block[1], self.count[1]

@@ -63,7 +63,7 @@ def _kernel(plan, inputs, q_ref, k_ref, v_ref, *refs):
             sum_scr[...] = jnp.zeros_like(sum_scr)
         else:
             # A key that every query sees, with a value of 0.
-            top_scr[...] = jnp.full_like(top_scr, inputs.sinks[n])
+            top_scr[...] = jnp.full_like(top_scr, inputs.sinks[0, n])
             sum_scr[...] = jnp.where(top_scr[...] == -jnp.inf, 0.0, 1.0)
         acc_scr[...] = jnp.zeros_like(acc_scr)
 

@@ -40,8 +40,9 @@ class Inputs(NamedTuple):
     kv_positions: jax.Array | None = None  # (B, 1, S)
     q_ranges: jax.Array | None = None  # (B, query blocks, 1, 2 or 4), see `ranges`
     kv_ranges: jax.Array | None = None  # (B, key blocks, 1, 2 or 4)
-    sinks: jax.Array | None = None  # (N,), in units of log 2
-    seed: jax.Array | None = None  # (2,)
+    # Two axes, so that there are two whole ones beside a mapped axis as well.
+    sinks: jax.Array | None = None  # (1, N), in units of log 2
+    seed: jax.Array | None = None  # (1, 2)
 
     @property
     def present(self) -> tuple:
@@ -99,14 +100,14 @@ class Plan:
                 block_ranges(extra.q_ids, extra.q_positions, self.block[0]),
                 block_ranges(extra.kv_ids, extra.kv_positions, self.block[1]),
             )
-        sinks = extra.sinks
+        sinks, seed = extra.sinks, extra.seed
         return Inputs(
             bias,
             mask,
             *(x if x is None else x[:, None, :] for x in vectors),
             *(x if x is None else x[:, :, None, :] for x in ranges),
-            None if sinks is None else sinks.astype(jnp.float32) * LOG2_E,
-            extra.seed,
+            None if sinks is None else sinks[None].astype(jnp.float32) * LOG2_E,
+            None if seed is None else seed[None],
         )
 
     def input_specs(self, inputs: Inputs, place: Callable) -> list[pl.BlockSpec]:

@@ -107,7 +107,7 @@ class Tile:
                 (j * bk, (1, bk), 1 - axis),
             )
         )
-        seed = self.inputs.seed[0], self.inputs.seed[1]
+        seed = self.inputs.seed[0, 0], self.inputs.seed[0, 1]
         head = jnp.int32(b * self.spec.heads + n)
         kept = keep(seed, head, row, col, self.spec.dropout_rate)
         return jnp.where(kept, p * self.spec.keep_scale if scaled else p, 0.0)

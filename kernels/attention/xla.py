@@ -19,8 +19,14 @@ from .spec import AttentionSpec, finite
 from .tiles import Tiles
 
 # At most this many queries and keys in a tile: large enough for the matrix products,
-# while its scores still lie in the caches of a CPU as softmax passes over them.
+# while its scores still lie in the caches of a CPU as softmax passes over them. A band
+# is followed more closely by smaller tiles.
 BLOCK = (256, 512)
+BAND_BLOCK = (256, 256)
+
+# Keys in a tile of few queries: there the steps of the walk cost more than the scores.
+# Not more, because a cache that is filled in part has empty tiles to skip.
+_LONGEST = 1024
 
 
 def fwd(
@@ -29,10 +35,10 @@ def fwd(
     k: jax.Array,
     v: jax.Array,
     *extra: jax.Array,
-    block: tuple[int, int] = BLOCK,
+    block: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `AttentionSpec`."""
-    tiles = Tiles.of(spec, block)
+    tiles = Tiles.of(spec, block or _limit(spec))
     scores = Scores(tiles, q, k, v, *extra)
     rows = scores.q.shape[1:3]
 
@@ -83,10 +89,10 @@ def bwd(
     delta: jax.Array,
     dout: jax.Array,
     *extra: jax.Array,
-    block: tuple[int, int] = BLOCK,
+    block: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """See `AttentionSpec`."""
-    tiles = Tiles.of(spec, block)
+    tiles = Tiles.of(spec, block or _limit(spec))
     scores = Scores(tiles, q, k, v, *extra)
     dout = tiles.rows(dout)
     # With +inf a dead row has p = exp(s - inf) = 0; the rows of padding are dead too.
@@ -132,8 +138,10 @@ def bwd(
         ]
         return _add_at(dq, dq_i, i), _add_at(dk, dk_j, j), _add_at(dv, dv_j, j), *dbias
 
-    operands = (scores.q, scores.k, scores.v, scores.bias)
-    shapes = [x.shape for x in operands if x is not None]
+    keys = tiles.count[1], spec.batch * spec.kv_heads, tiles.block[1]
+    shapes = [scores.q.shape, (*keys, spec.qk_dim), (*keys, spec.v_dim)]
+    if scores.bias is not None:
+        shapes.append(scores.bias.shape)
     start = tuple(jnp.zeros(shape, spec.acc_dtype) for shape in shapes)
     dq, dk, dv, *dbias = tiles.walk(add, start)
     dq, dk, dv = tiles.unrows(dq * spec.scale), tiles.uncols(dk), tiles.uncols(dv)
@@ -142,6 +150,13 @@ def bwd(
         b, n, t, s = spec.bias_shape
         grads.append(x[:b, :n, :t, :s].astype(extra[0].dtype))
     return tuple(grads)
+
+
+def _limit(spec):
+    """The most queries and keys in a tile."""
+    queries, keys = BLOCK if spec.band.full else BAND_BLOCK
+    rows = spec.group * min(spec.q_len, queries)
+    return queries, max(keys, min(queries * keys // rows, _LONGEST))
 
 
 def _finite(top):

@@ -12,10 +12,6 @@ from .attention import flash_attention
 
 _OP = "attention_decode"
 
-# Keys in a part of the cache, if the caller does not say how many parts: enough that
-# merging the parts, one pass over the output each, is a small share of the work.
-_PART = 4096
-
 
 def attention_decode(
     q: Float[Array, "B T N H"],
@@ -27,7 +23,7 @@ def attention_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
-    splits: int | None = None,
+    splits: int = 1,
     return_lse: bool = False,
     precision: lax.Precision | str | None = None,
     implementation: Requested = None,
@@ -50,8 +46,9 @@ def attention_decode(
       lengths: integers, `(B,)` or `()`: how many keys count, the new ones among them.
       scale, softcap, sinks, precision, implementation: as in flash_attention.
       window: a query sees so many keys before its own; None for all.
-      splits: into how many parts, at most; it becomes the next lower divisor of S. None
-        chooses.
+      splits: into how many parts; the next lower divisor of S is taken. More than one
+        pays where batch and heads are too few to fill a device, and costs where a part
+        has nothing to attend to.
       return_lse: also returns lse, `(B, T, N)`.
 
     Returns:
@@ -142,9 +139,8 @@ def _merge(out, lse, sinks):
     return merged.astype(out.dtype), lse[:, 0]
 
 
-def _parts(size: int, splits: int | None) -> int:
-    most = max(1, size // _PART) if splits is None else splits
-    return next((n for n in range(most, 1, -1) if size % n == 0), 1)
+def _parts(size: int, splits: int) -> int:
+    return next((n for n in range(splits, 1, -1) if size % n == 0), 1)
 
 
 def _check(q, k, v, lengths, splits) -> jax.Array:
@@ -161,10 +157,10 @@ def _check(q, k, v, lengths, splits) -> jax.Array:
             "attention_decode: the heads of q must be a multiple of those of the "
             f"caches; got {heads} and {kv_heads}. Repeat or drop heads."
         )
-    if splits is not None and (not isinstance(splits, int) or splits < 1):
+    if not isinstance(splits, int) or splits < 1:
         raise ValueError(
-            f"attention_decode: splits must be None or a positive int; got {splits!r}. "
-            "None chooses."
+            f"attention_decode: splits must be a positive int; got {splits!r}. Pass 1 "
+            "for a cache in one piece."
         )
     lengths = as_array(_OP, "lengths", lengths)
     if not jnp.issubdtype(lengths.dtype, jnp.integer):

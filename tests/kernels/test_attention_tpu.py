@@ -69,6 +69,22 @@ def test_vmap_and_gradient_of_a_gradient(key):
     )
 
 
+def test_every_operand_can_be_mapped_over():
+    spec = jax.ShapeDtypeStruct
+    q, k = spec((3, 2, 130, 4, 8), jnp.float32), spec((3, 2, 130, 2, 8), jnp.float32)
+    lengths, sinks = spec((3, 2), jnp.int32), spec((3, 4), jnp.float32)
+    rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
+
+    def loss(q, k, v, lengths, sinks, rng):
+        operands = dict(kv_lengths=lengths, sinks=sinks, dropout_rng=rng)
+        return jnp.sum(flash_attention(q, k, v, **operands, dropout_rate=0.1))
+
+    gradients = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2, 4))))
+    traced = gradients.trace(q, k, k, lengths, sinks, rng)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 3
+
+
 def test_what_the_kernels_refuse():
     x = jnp.zeros((1, 3, 1, 4))
     half = x.astype(jnp.float16)

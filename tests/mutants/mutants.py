@@ -274,9 +274,9 @@ ATTENTION = (
     ),
     Mutant(
         "attention-hidden-values-not-fenced",
-        "kernels/attention/spec.py",
-        "return finite(k), finite(v), poison",
-        "return finite(k), v, poison",
+        "kernels/attention/scores.py",
+        "finite(k), fence(v)",
+        "finite(k), (v, fence(v)[1])",
         (_ATTENTION + "test_garbage_in_hidden_keys_does_not_leak",),
     ),
     Mutant(

@@ -147,7 +147,7 @@ def test_x64_changes_nothing_for_float32(key):
 # Rows and positions that do not count.
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("implementation", [None, "reference", "pallas_tpu"])
 def test_dead_row_is_zero_for_a_mask_and_for_a_bias(key, implementation):
     arrays = make(key, 1, 3, 4, 1, 1, 8)
     arrays[3] = arrays[3].at[:, 1].set(0.0)  # nobody uses row 1
@@ -164,7 +164,7 @@ def test_dead_row_is_zero_for_a_mask_and_for_a_bias(key, implementation):
     assert not np.asarray(by_bias["dbias"][:, :, 1]).any()
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("implementation", [None, "reference", "pallas_tpu"])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "causal"])
 def test_garbage_in_hidden_keys_does_not_leak(key, garbage, hidden_by, implementation):
@@ -184,7 +184,7 @@ def test_garbage_in_hidden_keys_does_not_leak(key, garbage, hidden_by, implement
     assert not np.asarray(dirty["dv"][:, 3]).any()
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("implementation", [None, "reference", "pallas_tpu"])
 def test_nan_reaches_exactly_the_queries_that_see_it(key, implementation):
     q, k, v, dout = make(key, 1, 6, 6, 1, 1, 4)
     for dirty in (
@@ -197,13 +197,14 @@ def test_nan_reaches_exactly_the_queries_that_see_it(key, implementation):
             assert np.isnan(got[name][:, 3:]).all(), name
 
 
-def test_row_that_is_nan_leaves_its_hidden_keys_alone(key):
+@pytest.mark.parametrize("implementation", [None, "reference", "pallas_tpu"])
+def test_row_that_is_nan_leaves_its_hidden_keys_alone(key, implementation):
     q, k, v, dout = make(key, 1, 6, 6, 1, 1, 4)
     half = jnp.arange(6) < 3
     mask = (half[:, None] == half[None, :])[None, None]
-    clean = out_and_grads(q, k, v, dout, None, mask, False)
+    clean = out_and_grads(q, k, v, dout, None, mask, False, implementation)
     k = k.at[:, 4, 0, 1].set(jnp.nan)  # makes the last three queries NaN
-    dirty = out_and_grads(q, k, v, dout, None, mask, False)
+    dirty = out_and_grads(q, k, v, dout, None, mask, False, implementation)
     for name in ("out", "dq", "dk", "dv"):
         np.testing.assert_array_equal(dirty[name][:, :3], clean[name][:, :3])
     assert np.isnan(dirty["dv"][:, 3:]).all()
