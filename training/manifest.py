@@ -6,6 +6,7 @@ leaf are written beside the arrays and compared before anything is read.
 """
 
 import base64
+import collections
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,9 +35,8 @@ def leaf_table(tree: PyTree) -> list[Leaf]:
                 "Pass it through jnp.asarray."
             )
         table.append((name, str(leaf.dtype), list(leaf.shape)))
-    names = [name for name, *_ in table]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in collections.Counter(name for name, *_ in table).items():
+        if count > 1:
             raise ValueError(
                 f"checkpoint: two leaves have the path {name!r}. Rename one of them."
             )
