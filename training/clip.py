@@ -129,6 +129,13 @@ def _norm(x: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
     """The 2-norm over the axes (None: all), which are kept. Overflows no sooner."""
     if not x.size:
         return jnp.zeros((), jnp.float32)
+    if axes is None:
+        return global_norm(x)
+    if split := varying_axes(x):
+        raise ValueError(
+            f"clip rule: the rows of a parameter that is split over {split} inside "
+            "shard_map may not be whole there. Use jit with sharded arrays."
+        )
     x = x.astype(jnp.float32)
     inverse = _inverse_size(jnp.abs(x).max(axes, keepdims=True))
     squares = jnp.square(x * inverse).sum(axes, keepdims=True)

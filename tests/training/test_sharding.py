@@ -14,7 +14,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from opsnn_jax.training import DynamicLossScale, Policy, TrainState, make_train_step
+from opsnn_jax.training import (
+    ClipRule,
+    DynamicLossScale,
+    Policy,
+    TrainState,
+    make_train_step,
+)
 
 POLICY = Policy.parse("float32")
 SCALING = {
@@ -58,6 +64,7 @@ def make(loss_fn=loss_fn, **options):
         OPTIMIZER,
         micro_batches=2,
         clip_norm=1.0,
+        clip_rules=[ClipRule("first", 0.3)],
         ema_decay=0.9,
         donate=False,
         **SCALING,
