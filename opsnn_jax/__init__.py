@@ -6,6 +6,7 @@ mixed-precision training loop.
 
 from importlib.metadata import version
 
+from opsnn_jax.explain import explain as explain
 from opsnn_jax.ops.attention import flash_attention as flash_attention
 from opsnn_jax.ops.conv import conv as conv
 from opsnn_jax.ops.conv import conv1d as conv1d

@@ -146,8 +146,9 @@ def _conv_factor(name, dtype, case) -> float:
         return 1.0
     from opsnn_jax.kernels.winograd.transforms import transform
 
-    # F(4, 3) where the multiplicands keep 24 bits, F(2, 3) where they are halves.
-    return transform(4 if dtype == jnp.float32 else 2, 3).kappa ** 2
+    # Named by the outputs of a tile; the factor is that of 3 taps.
+    m = int(name.removeprefix("winograd_f")) if "_f" in name else 4
+    return transform(m, 3).kappa ** 2
 
 
 def attention_case(
