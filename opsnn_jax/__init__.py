@@ -6,6 +6,7 @@ mixed-precision training loop.
 
 from importlib.metadata import version as _version
 
+from opsnn_jax.explain import explain as explain
 from opsnn_jax.ops.attention import flash_attention as flash_attention
 from opsnn_jax.ops.attention_decode import attention_decode as attention_decode
 from opsnn_jax.ops.conv import conv as conv

@@ -11,10 +11,12 @@ An implementation states what it cannot do in `refuses`, for all of its passes a
 nothing is chosen whose gradient would raise afterwards.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax
 from jax.core import ShapedArray
@@ -100,8 +102,39 @@ class Pass:
 
     def __call__(self, *arrays: jax.Array):
         """Runs the pass. Returns the array, or a tuple where there are several."""
+        if (record := _record.get()) is not None:
+            record.arrays[self.op, self.name] = self.spec, arrays
         outs = _platform_p.bind(*arrays, run=self)
         return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+@dataclass
+class Record:
+    """What was chosen while `recorded` was entered.
+
+    Attributes:
+      choices: (table, requested, spec, choice) of every call.
+      arrays: by op and pass the spec and the arrays that the pass was last called with.
+    """
+
+    choices: list = field(default_factory=list)
+    arrays: dict = field(default_factory=dict)
+
+
+_record: contextvars.ContextVar[Record | None] = contextvars.ContextVar(
+    "opsnn_record", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Record]:
+    """Notes down every choice that is made, and every pass that is called, inside."""
+    record = Record()
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
 
 
 @dataclass(frozen=True)
@@ -200,7 +233,36 @@ class Table:
             passes.append(
                 Pass(self.op, name, spec, tuple(chosen), tuple(refused), plain)
             )
-        return Choice(tuple(passes))
+        choice = Choice(tuple(passes))
+        if (record := _record.get()) is not None:
+            record.choices.append((self, requested, spec, choice))
+        return choice
+
+    def standing(
+        self, requested: Requested, name: str, platform: str, spec: Hashable
+    ) -> dict[str, str]:
+        """For people: why each implementation is or is not tried for a pass there."""
+        if requested is None:
+            order = self._order(name, platform, spec)
+        else:
+            order = (requested,) if isinstance(requested, str) else tuple(requested)
+        why = {}
+        for implementation in self.implementations.values():
+            each = implementation.name
+            refusal = implementation.refuses_on(
+                platform, spec, isinstance(requested, str)
+            )
+            if refusal is not None:
+                why[each] = refusal
+            elif each not in order:
+                why[each] = "not tried" if requested is None else "not asked for"
+            elif requested is not None:
+                why[each] = "asked for"
+            elif self._because is None:
+                why[each] = f"number {order.index(each) + 1} in the order"
+            else:
+                why[each] = self._because(name, platform, spec, each)
+        return why
 
     def _first(self, candidates, platform, spec, named):
         reasons = {}

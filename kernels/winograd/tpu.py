@@ -41,6 +41,8 @@ def refuses(spec: ConvSpec) -> str | None:
     """Why `spec` cannot be done, or None."""
     if spec.dtype not in ("float32", "bfloat16"):
         return f"takes float32 and bfloat16 only, got {spec.dtype}"
+    if spec.kernel != (3, 3):
+        return f"takes 3 x 3 kernels only, got {spec.kernel}"
     return xla.refuses(spec)
 
 

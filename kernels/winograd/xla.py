@@ -1,4 +1,4 @@
-"""Winograd convolution as plain XLA operations, stride 1, 3 x 3 filters.
+"""Winograd convolution as plain XLA operations: stride 1, one to three dimensions.
 
 Forward, input gradient and weight gradient are three readings of one trilinear form,
 with U = G w, V = BT x and Z = A dy (transforms applied along every spatial axis):
@@ -13,22 +13,28 @@ in fp32, and the processors this is meant for multiply fp32 at least as fast.
 The image is worked through in blocks of tile rows, so that a transformed block, n^2/m^2
 times the size of its input, stays in cache.
 
-Non-finite inputs: a tile that holds an inf gives NaN where the direct form gives inf.
+Non-finite inputs: the transforms would make NaN of a whole tile that holds an inf, and
+of numbers near the largest. A result that is not finite is computed again directly.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..conv import direct
 from ..conv.epilogue import empty_sum, finish
 from ..conv.spec import ConvSpec
+from ..finite import or_exact
 from .transforms import Transform, transform
 
-# Outputs per tile and axis. F(4, 3) does a quarter of the direct form's products in
-# 2-D; F(6, 3) would do a fifth, with four times the rounding error.
-_M = 4
+# Outputs per tile and axis by taps: the most for which the six products of F(4, 3) and
+# its points are enough, but for seven taps. F(4, 3) does a quarter of the direct form's
+# products in 2-D; F(6, 3) a fifth, with four times the rounding error.
+_TILES = {1: 1, 2: 3, 3: 4, 4: 3, 5: 2, 7: 2}
 
 # Bytes of a transformed block. A second-level cache holds 512 KiB to 2 MiB a core.
 _BLOCK_BYTES = 1 << 20
@@ -42,11 +48,24 @@ def refuses(spec: ConvSpec) -> str | None:
         return f"takes no dilation, got {spec.dilation}"
     if spec.groups != 1:
         return f"takes no groups, got {spec.groups}"
-    if any(k != 3 for k in spec.kernel):
-        return f"takes 3-tap kernels only, got {spec.kernel}"
-    if spec.rank != 2:
-        return f"takes two spatial dimensions only, got {spec.rank}"
+    if any(k not in _TILES for k in spec.kernel) or max(spec.kernel) == 1:
+        taps = ", ".join(map(str, _TILES))
+        return f"takes kernels of {taps} taps, more than one in all; got {spec.kernel}"
     return None
+
+
+def refuses_tile(m: int) -> Callable[[ConvSpec], str | None]:
+    """`refuses` for tiles of m outputs along every axis with more than one tap."""
+
+    def refuses_it(spec):
+        reason = refuses(spec)
+        if reason is None and any(k not in (1, 3, 5) for k in spec.kernel):
+            reason = f"takes kernels of 1, 3 and 5 taps, got {spec.kernel}"
+        if reason is None and m > 4 and 5 in spec.kernel:
+            reason = f"has no accurate transform of 5 taps, got {spec.kernel}"
+        return reason
+
+    return refuses_it
 
 
 def forward(
@@ -55,28 +74,51 @@ def forward(
     w: jax.Array,
     b: jax.Array | None = None,
     residual: jax.Array | None = None,
+    *,
+    m: int | None = None,
 ):
-    """y = activation(conv(x, w) + b + residual) by F(4, 3)."""
+    """y = activation(conv(x, w) + b + residual), by tiles of m outputs an axis.
+
+    By default F(4, 3), F(2, 5), F(3, 2), F(3, 4) and F(2, 7).
+    """
     if spec.is_empty:
         return empty_sum(spec, b, residual)
     pads = [lo for lo, _ in spec.padding]
-    return finish(spec, _correlate(spec, x, w, pads, spec.out_spatial), b, residual)
+    correlate = or_exact(
+        lambda x, w: _correlate(spec, x, w, pads, spec.out_spatial, m),
+        functools.partial(direct.correlate, spec),
+    )
+    return finish(spec, correlate(x, w), b, residual)
 
 
-def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
+def input_gradient(
+    spec: ConvSpec, w: jax.Array, dy: jax.Array, *, m: int | None = None
+) -> jax.Array:
     """dx, by the same algorithm on dy with the rotated filter."""
     if spec.is_empty:
         return jnp.zeros(spec.x_shape, spec.dtype)
-    rotated = jnp.swapaxes(lax.rev(w, tuple(range(spec.rank))), -1, -2)
     pads = [k - 1 - lo for k, (lo, _) in zip(spec.kernel, spec.padding, strict=True)]
-    return _correlate(spec, dy, rotated, pads, spec.spatial).astype(spec.dtype)
+
+    def fast(w, dy):
+        rotated = jnp.swapaxes(lax.rev(w, tuple(range(spec.rank))), -1, -2)
+        sums = _correlate(spec, dy, rotated, pads, spec.spatial, m)
+        return sums.astype(spec.dtype)
+
+    return or_exact(fast, functools.partial(direct.input_gradient, spec))(w, dy)
 
 
-def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
+def weight_gradient(
+    spec: ConvSpec, x: jax.Array, dy: jax.Array, *, m: int | None = None
+) -> jax.Array:
     """dw = GT [sum over tiles of (BT x)^T (A dy)]."""
     if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
-    ts = _transforms(spec)
+    fast = functools.partial(_weight_gradient, spec, m)
+    return or_exact(fast, functools.partial(direct.weight_gradient, spec))(x, dy)
+
+
+def _weight_gradient(spec, m, x, dy):
+    ts = transforms(spec, m)
     tiles = _tiles(spec.out_spatial, ts)
     x = _pad_to_tiles(x, ts, [lo for lo, _ in spec.padding], tiles)
     dy = _pad_to_tiles(dy, ts, [0] * spec.rank, tiles, halo=False)
@@ -101,9 +143,9 @@ def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
     return dw.astype(spec.dtype)
 
 
-def _correlate(spec, x, w, pads, out_spatial):
+def _correlate(spec, x, w, pads, out_spatial, m):
     """The sums of x (N, *S, C), padded at the low end by `pads`, and w (*r, C, O)."""
-    ts = _transforms(spec)
+    ts = transforms(spec, m)
     u = w.astype(spec.accumulate_dtype)
     for axis, t in enumerate(ts):
         u = _apply(t.array("g", u.dtype), _unstack(u, axis), axis)
@@ -127,8 +169,9 @@ def _correlate(spec, x, w, pads, out_spatial):
     return y[:, *(slice(0, size) for size in out_spatial)]
 
 
-def _transforms(spec: ConvSpec) -> list[Transform]:
-    return [transform(_M, r) for r in spec.kernel]
+def transforms(spec: ConvSpec, m: int | None = None) -> list[Transform]:
+    """The transform of each axis; one with one tap is left as it is."""
+    return [transform(1 if r == 1 else m or _TILES[r], r) for r in spec.kernel]
 
 
 def _tiles(out_spatial, ts) -> list[int]:

@@ -41,6 +41,34 @@ def _make_conv(name, dtype, n, h, c, o):
     return lambda x, w, dy: jax.vjp(f, x, w)[1](dy)[which], (x, w, dy)
 
 
+def _depthwise_cases():
+    # A layer of MobileNet; the causal convolution of a state-space model.
+    for name, x, w, options in (
+        ("fwd", (8, 56, 56, 128), (3, 3, 1, 128), {}),
+        ("dw", (8, 56, 56, 128), (3, 3, 1, 128), {}),
+        ("fwd", (4, 1024, 512), (4, 1, 512), {"padding": "CAUSAL"}),
+    ):
+        shape = "x".join(map(str, x))
+        yield KernelCase(
+            f"conv{len(x) - 2}d/pallas_tpu_depthwise/{name}/bfloat16/{shape}",
+            functools.partial(_make_depthwise, name, x, w, options),
+        )
+
+
+def _make_depthwise(name, x, w, options):
+    import jax
+
+    from opsnn_jax import conv
+
+    f = functools.partial(
+        conv, groups=x[-1], implementation="pallas_tpu_depthwise", **options
+    )
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (x, w))
+    if name == "fwd":
+        return f, (x, w)
+    return lambda x, w, dy: jax.vjp(f, x, w)[1](dy)[1], (x, w, x)
+
+
 def _attention_cases():
     # (batch, T, S, heads, key heads, H); causal or full.
     for dtype, shape, causal in (
@@ -150,5 +178,10 @@ def _make_option(name, dtype, shape, option):
     return gradients, (q, k, v, operands, differentiable, q)
 
 
-for _case in (*_conv_cases(), *_attention_cases(), *_option_cases()):
+for _case in (
+    *_conv_cases(),
+    *_depthwise_cases(),
+    *_attention_cases(),
+    *_option_cases(),
+):
     KERNELS.add(_case)

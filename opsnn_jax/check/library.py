@@ -151,17 +151,19 @@ def _conv_factor(name, dtype, case) -> float:
     """Winograd's error over that of one rounding; other methods are direct.
 
     The transforms multiply an error by kappa in each of two dimensions. In fp32 it is
-    that of the sums, with F(4, 3). In half precision the XLA form still multiplies in
+    that of the sums. In half precision the XLA form still multiplies in
     fp32, which leaves the rounding of the result; the TPU kernel rounds both
     multiplicands of F(2, 3) as well.
     """
-    if name not in ("winograd", "pallas_tpu"):
+    if name != "pallas_tpu" and not (name or "").startswith("winograd"):
         return 1.0
     from opsnn_jax.kernels.winograd.transforms import transform
 
     if dtype == jnp.float32:
-        return transform(4, 3).kappa ** 2
-    if name == "winograd":
+        # "winograd_f6" is F(6, 3); without a number it is F(4, 3).
+        m = int(name.removeprefix("winograd_f")) if "_f" in name else 4
+        return transform(m, 3).kappa ** 2
+    if name != "pallas_tpu":
         return 1.0
     return math.hypot(1.0, math.sqrt(2) * transform(2, 3).kappa ** 2)
 

@@ -4,6 +4,7 @@ The rules come from the measurements of benchmarks/conv.py (CPU) and from static
 schedules of `opsnn compile` (TPU).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from opsnn_jax.kernels.conv.spec import ConvSpec
 from opsnn_jax.kernels.winograd import xla as winograd
 
 
-def _implementation(name, module, **options) -> Implementation:
+def _implementation(name, module, refuses=lambda spec: None, **options):
     passes = {
         "fwd": module.forward,
         "dx": module.input_gradient,
         "dw": module.weight_gradient,
     }
-    return Implementation(name, passes, **options)
+    if options:
+        passes = {k: functools.partial(f, **options) for k, f in passes.items()}
+    return Implementation(name, passes, refuses=refuses)
 
 
 def _pallas_tpu(name, module) -> Implementation:
@@ -47,6 +50,12 @@ _IMPLEMENTATIONS = (
     _implementation("depthwise", depthwise, refuses=depthwise.refuses),
     _implementation("planes", planes, refuses=planes.refuses),
     _implementation("winograd", winograd, refuses=winograd.refuses),
+    *(
+        _implementation(
+            f"winograd_f{m}", winograd, refuses=winograd.refuses_tile(m), m=m
+        )
+        for m in (2, 4, 6)
+    ),
     _pallas_tpu("pallas_tpu", "winograd.tpu"),
     _pallas_tpu("pallas_tpu_depthwise", "conv.depthwise_tpu"),
 )
@@ -67,7 +76,9 @@ def _winograd_pays(fewest_channels: int) -> Callable[[ConvSpec], bool]:
     def pays(spec):
         tiles = spec.x_shape[0] * math.prod(-(-s // 4) for s in spec.out_spatial)
         return (
-            spec.rank == 2 and min(spec.w_shape[-2:]) >= fewest_channels and tiles >= 96
+            spec.kernel == (3, 3)
+            and min(spec.w_shape[-2:]) >= fewest_channels
+            and tiles >= 96
         )
 
     return pays

@@ -18,6 +18,8 @@ class Mutant:
 
 
 _CONV_OPS = "tests/ops/test_conv.py::"
+_EPILOGUE = "tests/ops/test_conv_epilogue.py::"
+_TRANSPOSE = "tests/ops/test_conv_transpose.py::"
 _ATTENTION = "tests/ops/test_attention.py::"
 _MASKS = "tests/ops/test_attention_masks.py::"
 _OPTIONS = "tests/ops/test_attention_options.py::"
@@ -94,6 +96,37 @@ CONV = (
         "dtype=spec.accumulate_dtype).astype(b.dtype)",
         "dtype=spec.accumulate_dtype)",
         (_CONV_OPS + "test_half_precision_rounds_once",),
+    ),
+    Mutant(
+        "conv-residual-dropped",
+        "kernels/conv/epilogue.py",
+        "z = z + residual.astype(z.dtype)",
+        "z = z + 0 * residual.astype(z.dtype)",
+        (_EPILOGUE + "test_a_residual_needs_no_bias",),
+    ),
+    Mutant(
+        "conv-relu-gradient-everywhere",
+        "kernels/conv/epilogue.py",
+        "jnp.where(kept > 0, dy, 0)",
+        "jnp.where(kept >= 0, dy, 0)",
+        (_EPILOGUE + "test_values_and_gradients_of_all_operands[direct-relu]",),
+    ),
+    Mutant(
+        "conv-transpose-pads-swapped",
+        "opsnn_jax/ops/conv_transpose.py",
+        "(extent - 1 - lo, extent - 1 - hi)",
+        "(extent - 1 - hi, extent - 1 - lo)",
+        (_TRANSPOSE + "test_as_lax[strides4-padding4-dilation4-False-k4]",),
+    ),
+    Mutant(
+        "conv-infinity-stays-nan",
+        "kernels/finite.py",
+        "lambda: exact(*arrays))",
+        "lambda: y)",
+        (
+            "tests/ops/test_conv_nonfinite.py::"
+            "test_an_image_of_infinities_has_no_nan[winograd]",
+        ),
     ),
     Mutant(
         "lax-conv-output-layout",

@@ -15,13 +15,13 @@ from tests.numerics import assert_as_accurate, assert_within
 EPS = {"float32": 2.7e-7, "bfloat16": 1.66e-3}
 
 
-def winograd_bound(m, dtype):
-    """The error that F(m, 3) may have by its error model, half as much again.
+def winograd_bound(m, dtype, r=3, rank=2):
+    """The error that F(m, r) may have by its error model, half as much again.
 
     The rms error is kappa for each dimension times that of the multiplicands, of which
     there are two; the largest error is that of the worst output of a tile.
     """
-    t = transform(m, 3)
+    t = transform(m, r)
     points = [
         sum(float(c) ** 2 for c in t.g[i]) * sum(float(c) ** 2 for c in t.bt[i])
         for i in range(t.n)
@@ -33,8 +33,8 @@ def winograd_bound(m, dtype):
     one_rounding = float(jnp.finfo(dtype).eps) / 2
     amplified = 1.5 * 2**0.5 * EPS[dtype]
     return {
-        "rms": amplified * t.kappa**2 + one_rounding,
-        "max": amplified * worst + one_rounding,
+        "rms": amplified * t.kappa**rank + one_rounding,
+        "max": amplified * worst ** (rank / 2) + one_rounding,
     }
 
 

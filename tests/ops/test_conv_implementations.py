@@ -36,6 +36,11 @@ CALLS = {
         ((2, 13, 5), (4, 1, 5), dict(groups=5, padding="CAUSAL", dilation=2)),
         ((1, 1, 1, 2), (3, 3, 1, 2), dict(groups=2)),
     ],
+    "pallas_tpu_depthwise": [
+        ((2, 9, 11, 3), (3, 2, 1, 3), dict(groups=3, padding=((2, -1), (-1, 2)))),
+        ((2, 1, 37, 130), (1, 3, 1, 130), dict(groups=130, dilation=(1, 2))),
+        ((2, 13, 5), (4, 1, 5), dict(groups=5, padding="CAUSAL", dilation=2)),
+    ],
     "planes": [
         ((2, 5, 5, 6, 2), (3, 2, 1, 2, 3), dict(strides=(2, 2, 1))),
         ((1, 6, 4, 3, 4), (2, 3, 3, 2, 4), dict(groups=2, dilation=(2, 1, 1))),

@@ -1,0 +1,45 @@
+"""Algorithms that need finite numbers, made safe for others."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from .dtypes import accumulate_dtype
+
+
+def or_exact(fast: Callable, exact: Callable) -> Callable:
+    """A function that is `fast` where its result is finite, and `exact` where not.
+
+    For an algorithm that subtracts what another adds only once: an infinity among its
+    inputs makes NaN of results that do not even depend on it, and so does a sum that
+    overflows on the way. `exact` runs only then.
+
+    Both take the same arrays and give one array. Mapped by vmap, `exact` runs for the
+    whole batch if any result in it is not finite: a choice for each element apart would
+    compute both everywhere.
+    """
+
+    @custom_vmap
+    def run(*arrays):
+        y = fast(*arrays)
+        return lax.cond(_all_finite(y), lambda: y, lambda: exact(*arrays))
+
+    @run.def_vmap
+    def _(size, is_mapped, *arrays):
+        axes = [0 if mapped else None for mapped in is_mapped]
+        each = (jax.vmap(f, axes, axis_size=size) for f in (fast, exact))
+        return or_exact(*each)(*arrays), True
+
+    return run
+
+
+def _all_finite(y):
+    # By a matrix product, which reads y at the speed of memory; XLA's reductions on a
+    # CPU do not. A sum that overflows where no term does costs time only.
+    rows = y.reshape(-1, y.shape[-1])
+    ones = jnp.ones((1, rows.shape[0]), rows.dtype)
+    dtype = accumulate_dtype(rows.dtype)
+    return jnp.isfinite(jnp.dot(ones, rows, preferred_element_type=dtype)).all()

@@ -1,0 +1,57 @@
+"""Infinities and NaN reach exactly the outputs that they belong to, in every pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from opsnn_jax import conv2d
+
+EACH = pytest.mark.parametrize("implementation", [None, "direct", "gemm", "winograd"])
+
+
+@EACH
+@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
+def test_one_input_spoils_nine_outputs(value, implementation):
+    # One at the corner of a tile, where Winograd's transforms would spoil 16.
+    x = jnp.zeros((1, 6, 6, 1)).at[0, 2, 2, 0].set(value)
+    w = jnp.ones((3, 3, 1, 1))
+
+    def passes(x, w):
+        y, vjp = jax.vjp(functools.partial(conv2d, implementation=implementation), x, w)
+        return y, *vjp(jnp.ones_like(y))
+
+    y, dx, dw = jax.jit(passes)(x, w)
+    spoilt = np.zeros((6, 6), bool)
+    spoilt[1:4, 1:4] = True
+    np.testing.assert_array_equal(~np.isfinite(y[0, :, :, 0]), spoilt)
+    np.testing.assert_array_equal(y[0, 1:4, 1:4, 0], np.full((3, 3), value))
+    assert np.isfinite(dx).all()
+    np.testing.assert_array_equal(dw, np.full_like(dw, value))
+
+
+@EACH
+def test_an_image_of_infinities_has_no_nan(implementation):
+    x, w = jnp.full((1, 8, 8, 3), jnp.inf), jnp.full((3, 3, 3, 2), 0.5)
+    y = jax.jit(functools.partial(conv2d, implementation=implementation))(x, w)
+    assert bool((y == jnp.inf).all())
+
+
+@EACH
+def test_numbers_near_the_largest(implementation):
+    # A sum of nine overflows only in the transforms.
+    x, w = jnp.full((1, 8, 8, 1), 1e38), jnp.full((3, 3, 1, 1), 0.1)
+    y = jax.jit(functools.partial(conv2d, implementation=implementation))(x, w)
+    np.testing.assert_allclose(y[0, 1:-1, 1:-1], 9e37, rtol=1e-5)
+
+
+def test_one_of_a_batch_that_is_mapped(key):
+    x = jax.random.normal(key, (3, 1, 6, 6, 2)).at[1, 0, 2, 2, 0].set(jnp.inf)
+    w = jax.random.normal(key, (2, 3, 3, 2, 2))
+    f = functools.partial(conv2d, implementation="winograd")
+    y = jax.jit(jax.vmap(jax.vmap(f, (None, 0)), (0, None)))(x, w)
+    expected = jnp.stack([jnp.stack([f(a, b) for b in w]) for a in x])
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(y[jnp.array([0, 2])]).all()
