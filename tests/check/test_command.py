@@ -86,7 +86,7 @@ def test_winograd_bound_is_that_of_its_transform():
 
     assert factor("winograd", "float32") == pytest.approx(4.8, abs=0.1)
     assert factor("pallas_tpu", "float32") == factor("winograd", "float32")
-    # Half multiplicands: their rounding, 5 / 3 times sqrt(2), beside that of the result.
+    # The rounding of both multiplicands, times 5 / 3, beside that of the result.
     assert factor("pallas_tpu", "bfloat16") == pytest.approx(2.56, abs=0.01)
     assert factor("winograd", "bfloat16") == factor("direct", "float32") == 1
 
