@@ -101,7 +101,7 @@ def measure(row: Row, with_torch: bool) -> list[dict]:
     results = []
     for name in ours:
         variants = {"jax.nn": jax.jit(theirs[name]), "opsnn": jax.jit(ours[name])}
-        if with_torch:
+        if with_torch and row.kind != "window":  # PyTorch has no window
             variants["torch"] = torch_pass(row, name, arrays)
         rounds = 31 if row.t * row.s * row.batch <= 512 * 512 else 9
         times = time_in_turn(variants, arrays, rounds)
@@ -114,7 +114,7 @@ def measure(row: Row, with_torch: bool) -> list[dict]:
             "jax_workspace": workspace(variants["jax.nn"], arrays),
             **times["opsnn"],
         }
-        if with_torch:
+        if "torch" in variants:
             result["torch_ms"] = times["torch"]["ms"]
             result["ratio_to_torch"] = times["opsnn"]["ms"] / times["torch"]["ms"]
         results.append(result)
