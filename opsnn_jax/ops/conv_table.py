@@ -84,6 +84,13 @@ def _winograd_pays(fewest_channels: int) -> Callable[[ConvSpec], bool]:
     return pays
 
 
+def _gemm_pays(spec):
+    # With fewer outputs or gathered inputs the products are too thin for their speed,
+    # and a small call is over before they have it.
+    wide = spec.w_shape[-1] >= 64 and math.prod(spec.w_shape[-3:-1]) >= 16
+    return (wide and spec.macs >= 10**8) or spec.rank == 3
+
+
 _ALL = ("fwd", "dx", "dw")
 _RULES = (
     Rule(
@@ -109,7 +116,7 @@ _RULES = (
         "transforms",
     ),
     Rule(
-        "gemm", "cpu", ("dw",), lambda spec: True,
+        "gemm", "cpu", ("dw",), _gemm_pays,
         "XLA takes dw by a filter as large as the image",
     ),
     Rule(
