@@ -39,8 +39,9 @@ train: $(VENV)/.train       ## train a ResNet on MNIST digits in mixed float16
 train-text: $(VENV)/.train  ## train a small GPT on the Python manual
 	$(BIN)/opsnn train examples/text.yaml
 
+# Without most of XLA's optimizations, but for the tests marked `optimized`: half the time.
 test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
-	$(PYTEST) -n 2 -m 'not slow and not aot' tests
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -n 2 -m 'not slow and not aot' tests
 
 test-short: $(VENV)/.test   ## run the tests that depend most on the version of JAX
 	$(PYTEST) -n 2 -m 'not slow and not aot' tests/test_dispatch.py tests/kernels \

@@ -1,4 +1,8 @@
-"""Settings of every test: strict promotion, four CPU devices, a key for each test."""
+"""Settings of every test: strict promotion, four CPU devices, a key for each test.
+
+`make test` compiles without most of XLA's optimizations, in half the time. Tests of the
+numbers that a CPU computes are marked `optimized` and compiled as users do.
+"""
 
 import os
 import zlib
@@ -19,3 +23,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def key(request):
     """A random key of the test's own, the same in every run."""
     return jax.random.key(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def optimizations(request):
+    """Compiles the tests that are marked so as users do."""
+    off = jax.config.values["jax_disable_most_optimizations"]
+    if not off or request.node.get_closest_marker("optimized") is None:
+        yield
+        return
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()

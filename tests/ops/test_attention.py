@@ -40,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("shape, causal, dtype", CASES, ids=str)
 def test_error_is_at_most_twice_that_of_the_plain_formula(key, shape, causal, dtype):
     args = (*make(key, *shape, dtype=dtype), None, None, causal)

@@ -24,6 +24,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("x", "w", "padding"), SHAPES)
 @pytest.mark.parametrize("implementation", ["direct", "winograd"])
 def test_3x3_against_fp64(implementation, x, w, padding, key):
@@ -339,6 +340,7 @@ def test_gradients_of_filter_and_bias_are_summed_in_fp32(dtype):
         assert (np.asarray(gradient, np.float32) == 16384).all()
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("implementation", ["reference", "direct", "winograd"])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("padding", [((-3, 1), (-1, -1)), ((4, -1), (-3, 1))])
@@ -390,6 +392,7 @@ def test_one_compilation_for_equal_calls(key):
     assert len(traces) == 1
 
 
+@pytest.mark.optimized
 def test_fp32_stays_fp32_under_x64(key):
     x, w, b = draw(key, (1, 6, 6, 2), (3, 3, 2, 2), "float32")
     for implementation in ("direct", "winograd"):

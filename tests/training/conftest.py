@@ -19,9 +19,10 @@ from opsnn_jax.training.tasks import Task
 @pytest.fixture
 def quick_compilation():
     """Half the compile time, for tests that judge what is made and not how exactly."""
+    before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
