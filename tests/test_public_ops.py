@@ -196,9 +196,11 @@ def test_x64_changes_neither_dtypes_nor_numbers(name, key):
     f = op(name)
     for dtype in (jnp.float32, jnp.bfloat16):
         arrays = CALLS[name].arrays(key, dtype)
-        want = (f(*arrays), gradients(f, *arrays))
+        # In one program: op by op it would compile each of them, twice.
+        run = jax.jit(lambda *arrays, f=f: (f(*arrays), gradients(f, *arrays)))
+        want = run(*arrays)
         with jax.enable_x64(True):
-            got = (f(*arrays), gradients(f, *arrays))
+            got = run(*arrays)
         chex.assert_trees_all_equal(got, want)
         chex.assert_trees_all_equal_dtypes(got, want)
 
@@ -209,7 +211,10 @@ def test_float64_is_computed_in_float64(name, key):
         arrays = CALLS[name].arrays(key, jnp.float64)
         f = op(name)
         reference = functools.partial(f, implementation="reference")
-        got, want = ((g(*arrays), gradients(g, *arrays)) for g in (f, reference))
+        got, want = (
+            jax.jit(lambda *arrays, g=g: (g(*arrays), gradients(g, *arrays)))(*arrays)
+            for g in (f, reference)
+        )
         chex.assert_trees_all_equal_dtypes(got, want)
         # The loss of `gradients` is summed in float32; the cotangents are cosines.
         chex.assert_trees_all_close(got, want, rtol=1e-12, atol=1e-12)
