@@ -19,32 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import windows
-from .epilogue import empty_sum, finish
 from .spec import ConvSpec
 
 # Bytes of the gathered inputs of a slab. A second-level cache holds 512 KiB to 2 MiB.
 _SLAB_BYTES = 1 << 20
-
-
-def forward(
-    spec: ConvSpec,
-    x: jax.Array,
-    w: jax.Array,
-    b: jax.Array | None = None,
-    residual: jax.Array | None = None,
-):
-    """y = activation(conv(x, w) + b + residual)."""
-    if spec.is_empty:
-        return empty_sum(spec, b, residual)
-    return finish(spec, _correlate(spec, windows.pad(spec, x), w), b, residual)
-
-
-def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
-    """dx, by the same products of dy with zeros between its elements."""
-    if spec.is_empty:
-        return jnp.zeros(spec.x_shape, spec.dtype)
-    turned, filter_ = windows.adjoint(spec), windows.transpose_filter(spec, w)
-    return _correlate(turned, windows.spread(spec, dy), filter_).astype(spec.dtype)
 
 
 def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
@@ -87,6 +65,9 @@ def _correlate(spec, padded, w):
         return jnp.moveaxis(y, 0, 1).reshape(slabs.spec.y_shape)
 
     return slabs.join(lax.map(slab, jnp.arange(slabs.count)))
+
+
+forward, input_gradient = windows.passes(_correlate)
 
 
 def _cols(spec, padded):

@@ -2,18 +2,14 @@
 
     y[:, d] = sum_k conv2d(x[:, s d + e k - lo], w[k])
 
-over the taps k of the depth: XLA's three-dimensional convolution on a CPU runs at a
-tenth of the speed of its two-dimensional one. The depth is merged with the batch. dx is
-the same sum over dy with the transposed filter, dw a matrix product.
+over the taps k of the depth, for XLA has a fast convolution on a CPU in two dimensions
+and none in three. The depth is merged with the batch. dx is the same sum over dy with
+the transposed filter, dw a matrix product.
 """
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
 from . import direct, gemm, windows
-from .epilogue import empty_sum, finish
 from .spec import ConvSpec
 
 
@@ -22,27 +18,6 @@ def refuses(spec: ConvSpec) -> str | None:
     if spec.rank != 3:
         return f"takes three spatial dimensions only, got {spec.rank}"
     return None
-
-
-def forward(
-    spec: ConvSpec,
-    x: jax.Array,
-    w: jax.Array,
-    b: jax.Array | None = None,
-    residual: jax.Array | None = None,
-):
-    """y = activation(conv(x, w) + b + residual)."""
-    if spec.is_empty:
-        return empty_sum(spec, b, residual)
-    return finish(spec, _correlate(spec, windows.pad(spec, x), w), b, residual)
-
-
-def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
-    """dx, by the same sum over dy with zeros between its elements."""
-    if spec.is_empty:
-        return jnp.zeros(spec.x_shape, spec.dtype)
-    turned, filter_ = windows.adjoint(spec), windows.transpose_filter(spec, w)
-    return _correlate(turned, windows.spread(spec, dy), filter_).astype(spec.dtype)
 
 
 weight_gradient = gemm.weight_gradient
@@ -54,6 +29,9 @@ def _correlate(spec, padded, w):
         _plane(spec, padded, w[k], k).reshape(spec.y_shape)
         for k in range(spec.kernel[0])
     )
+
+
+forward, input_gradient = windows.passes(_correlate)
 
 
 def _plane(spec, padded, w, k):

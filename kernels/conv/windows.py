@@ -14,7 +14,38 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .epilogue import empty_sum, finish
 from .spec import ConvSpec
+
+
+def passes(correlate: Callable) -> tuple[Callable, Callable]:
+    """The passes "fwd" and "dx" of an implementation that has one sum for both.
+
+    Args:
+      correlate: `correlate(spec, padded, w)`, the sums (N, *T, O) in the accumulation
+        dtype, of an input that is padded as `pad` does.
+    """
+
+    def forward(
+        spec: ConvSpec,
+        x: jax.Array,
+        w: jax.Array,
+        b: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ):
+        """y = activation(conv(x, w) + b + residual)."""
+        if spec.is_empty:
+            return empty_sum(spec, b, residual)
+        return finish(spec, correlate(spec, pad(spec, x), w), b, residual)
+
+    def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
+        """dx, by the same sum over dy with zeros between its elements."""
+        if spec.is_empty:
+            return jnp.zeros(spec.x_shape, spec.dtype)
+        turned, filter_ = adjoint(spec), transpose_filter(spec, w)
+        return correlate(turned, spread(spec, dy), filter_).astype(spec.dtype)
+
+    return forward, input_gradient
 
 
 def taps(spec: ConvSpec) -> Iterator[tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """The implementations of convolution, and the rules by which one is chosen.
 
-The rules come from the measurements of benchmarks/conv.py (CPU) and from static
-schedules of `opsnn compile` (TPU).
+`benchmarks/conv.py` holds those for a CPU against XLA, `opsnn compile` the schedules of
+the kernels for a TPU.
 """
 
 import functools
