@@ -25,15 +25,21 @@ def key(request):
     return jax.random.key(zlib.crc32(request.node.nodeid.encode()))
 
 
+def pytest_collection_modifyitems(items):
+    # One after another: each change between the two kinds empties JAX's caches.
+    items.sort(key=lambda item: item.get_closest_marker("optimized") is not None)
+
+
+@pytest.fixture(scope="session")
+def optimizations_are_off():
+    return jax.config.values["jax_disable_most_optimizations"]
+
+
 @pytest.fixture(autouse=True)
-def optimizations(request):
+def optimizations(request, optimizations_are_off):
     """Compiles the tests that are marked so as users do."""
-    off = jax.config.values["jax_disable_most_optimizations"]
-    if not off or request.node.get_closest_marker("optimized") is None:
-        yield
-        return
-    jax.clear_caches()
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()
+    off = optimizations_are_off and not request.node.get_closest_marker("optimized")
+    # What is compiled does not know which it was.
+    if off != jax.config.values["jax_disable_most_optimizations"]:
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", off)

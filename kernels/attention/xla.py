@@ -26,7 +26,7 @@ BAND_BLOCK = (256, 256)
 
 # Keys in a tile of few queries: there the steps of the walk cost more than the scores.
 # Not more, because a cache that is filled in part has empty tiles to skip.
-_LONGEST = 1024
+_LONGEST = 512
 
 
 def fwd(
