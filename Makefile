@@ -64,7 +64,7 @@ check: $(VENV)/.test        ## hold every op and implementation against its cont
 	$(BIN)/opsnn check
 
 mutants: $(VENV)/.test      ## plant bugs and see that the tests catch each
-	$(BIN)/python -m tests.mutants.run
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m tests.mutants.run
 
 lint: $(VENV)/.test         ## check style
 	$(BIN)/ruff check .

@@ -138,7 +138,7 @@ def state_bytes(state):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    rounds = 3 if parser.parse_args().quick else 41
+    rounds = 3 if parser.parse_args().quick else 21
     console, rows = Console(), []
     table = Table(title=f"time of a step, medians of {rounds} rounds in turn")
     for name in ("model", "step", "ms", "ratio", "quartiles"):

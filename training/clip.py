@@ -26,7 +26,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     leaves = [x for x in leaves if x.size]
     if not leaves:
         return jnp.zeros((), jnp.float32)
-    largest = jnp.stack([jnp.abs(x).max() for x in leaves]).max()
+    largest = jnp.stack([jnp.abs(x).max(initial=0) for x in leaves]).max()
     if axes := varying_axes(largest):
         largest = jax.lax.pmax(largest, axes)
     inverse = _inverse_size(largest)
