@@ -3,9 +3,9 @@
 Each op owns one `Table` of implementations. Calling `Table.choose` while an op is
 traced yields a `Choice`: for every pass of the op (say forward, dx, dw) and every
 platform one implementation. Which platform it is, is known only when the computation
-is lowered, so the chosen functions are bound to one primitive whose lowering picks
-among them. One traced function therefore compiles for a TPU from a machine without
-one, and exports to cpu, tpu and cuda together.
+is lowered, so a pass is traced as the primitive of `lowering`. One traced function
+therefore compiles for a TPU from a machine without one, and exports to cpu, tpu and
+cuda together.
 
 An implementation states what it cannot do in `refuses`, for all of its passes at once:
 nothing is chosen whose gradient would raise afterwards.
@@ -19,13 +19,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
-# The platforms that a computation can be lowered for.
-PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
+from .lowering import PLATFORMS, bind
 
 # The implementation argument of every op: a name, an order of preference, or None.
 Requested = str | Sequence[str] | None
@@ -104,7 +99,7 @@ class Pass:
         """Runs the pass. Returns the array, or a tuple where there are several."""
         if (record := _record.get()) is not None:
             record.arrays[self.op, self.name] = self.spec, arrays
-        outs = _platform_p.bind(*arrays, run=self)
+        outs = bind(self, *arrays)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
 
@@ -280,151 +275,3 @@ class Table:
             f"{self.op}: no implementation can do this call: {tried}. "
             "Pass implementation=None to let one be chosen, or 'reference'."
         )
-
-
-def align_varying(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
-    """Makes all arrays vary over the same mesh axes, inside `jax.shard_map`.
-
-    A replicated weight beside sharded data gets the axes of the data. The transpose of
-    that cast is the sum over those axes, so the weight's gradient is summed over the
-    shards with no word of it in an op's own rule. Outside shard_map nothing happens.
-    """
-    varying = [
-        frozenset() if a is None else jax.typeof(a).manual_axis_type.varying
-        for a in arrays
-    ]
-    union = frozenset().union(*varying)
-    return tuple(
-        jax.lax.pcast(a, tuple(sorted(union - has)), to="varying")
-        if a is not None and union - has
-        else a
-        for a, has in zip(arrays, varying, strict=True)
-    )
-
-
-def partitioned(f: Callable, *arrays: jax.Array | None, dims: Sequence):
-    """Calls `f(*arrays)` on a mesh with explicit axes.
-
-    There shardings are part of the types, and the passes know none: XLA partitions
-    them. The result is sharded as the dimensions are that it shares with the inputs.
-    The cotangents get the shardings of their primals. Without such axes it is `f`.
-
-    Args:
-      f: the function.
-      arrays: its arguments.
-      dims: for each dimension of the result, the (array, dimension) whose sharding it
-        takes, or None. A tuple of such lists where the result is a tuple of arrays.
-    """
-    shardings = [None if a is None else jax.typeof(a).sharding for a in arrays]
-    meshes = [s.mesh for s in shardings if s is not None and s.mesh.explicit_axes]
-    if not meshes:
-        return f(*arrays)
-
-    def shared(dims):
-        spec, used = [], set()
-        for place in dims:
-            entry = None if place is None else shardings[place[0]].spec[place[1]]
-            axes = set(entry) if isinstance(entry, tuple) else {entry} - {None}
-            spec.append(None if axes & used else entry)
-            used |= axes
-        return NamedSharding(meshes[0], PartitionSpec(*spec))
-
-    out = tuple(map(shared, dims)) if isinstance(dims, tuple) else shared(dims)
-    return jax.sharding.auto_axes(f, out_sharding=out)(*arrays)
-
-
-# The primitive. Its one parameter `run` is a `Pass` or a `_Batched` pass.
-
-_platform_p = Primitive("opsnn_pass")
-_platform_p.multiple_results = True
-
-
-@dataclass(frozen=True)
-class _Batched:
-    """A pass under vmap: each platform's function, mapped."""
-
-    inner: "Pass | _Batched"
-    in_axes: tuple[int | None, ...]
-
-    def on(self, platform):
-        return jax.vmap(self.inner.on(platform), self.in_axes)
-
-    def as_plain(self):
-        return jax.vmap(self.inner.as_plain(), self.in_axes)
-
-
-@functools.lru_cache(maxsize=4096)
-def _jitted(run):
-    return jax.jit(lambda *arrays: _platform_p.bind(*arrays, run=run))
-
-
-@_platform_p.def_impl
-def _run_eagerly(*arrays, run):
-    return _jitted(run)(*arrays)
-
-
-@functools.lru_cache(maxsize=4096)
-def _out_shapes(run, *specs):
-    # Of the plain form: Pallas refuses to be traced in shard_map without its types.
-    return jax.tree.leaves(jax.eval_shape(run.as_plain(), *specs))
-
-
-@_platform_p.def_abstract_eval
-def _abstract(*avals, run):
-    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    # All inputs vary over the same mesh axes, see align_varying; so do the outputs.
-    manual, mesh = avals[0].manual_axis_type, avals[0].sharding.mesh
-    return [
-        ShapedArray(
-            o.shape,
-            o.dtype,
-            sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(o.shape))),
-            manual_axis_type=manual,
-        )
-        for o in _out_shapes(run, *specs)
-    ]
-
-
-def _lower(platform, ctx, *operands, run):
-    def leaves(*arrays):
-        return jax.tree.leaves(run.on(platform)(*arrays))
-
-    # By now the code is that of one shard: what varies over the mesh no longer matters,
-    # and Pallas's interpreter cannot follow it.
-    local = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-    lower = mlir.lower_fun(leaves, multiple_results=True)
-    return lower(ctx.replace(avals_in=local), *operands)
-
-
-for _platform in PLATFORMS:
-    mlir.register_lowering(
-        _platform_p, functools.partial(_lower, _platform), platform=_platform
-    )
-
-
-def _batch(arrays, axes, *, run):
-    # An axis that is not mapped is None, here as in the public form of vmap.
-    mapped = _Batched(run, tuple(axes))
-    if any(
-        d is not None and a.shape[d] == 0 for a, d in zip(arrays, axes, strict=True)
-    ):
-        # No kernel has an empty grid.
-        outs = jax.tree.leaves(mapped.as_plain()(*arrays))
-    else:
-        outs = _platform_p.bind(*arrays, run=mapped)
-    return outs, [0] * len(outs)
-
-
-batching.primitive_batchers[_platform_p] = _batch
-
-
-def _jvp(primals, tangents, *, run):
-    # Reached by derivatives of a backward pass: the op itself has its own rule.
-    def leaves(*arrays):
-        return jax.tree.leaves(run.as_plain()(*arrays))
-
-    tangents = [ad.instantiate_zeros(t) for t in tangents]
-    return jax.jvp(leaves, primals, tuple(tangents))
-
-
-ad.primitive_jvps[_platform_p] = _jvp

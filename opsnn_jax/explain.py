@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from opsnn_jax.costs import count_multiplies
-from opsnn_jax.dispatch import PLATFORMS, recorded
+from opsnn_jax.dispatch import recorded
+from opsnn_jax.lowering import PLATFORMS
 
 
 @dataclass(frozen=True)

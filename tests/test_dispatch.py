@@ -11,7 +11,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from opsnn_jax.dispatch import Implementation, Table, align_varying, deferred
+from opsnn_jax.dispatch import Implementation, Table, deferred
+from opsnn_jax.meshes import align_varying
 
 
 def _double_kernel(x_ref, y_ref):

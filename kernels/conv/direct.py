@@ -19,7 +19,7 @@ from jax import lax
 
 from .epilogue import empty_sum, finish
 from .spec import ConvSpec
-from .windows import transpose_filter
+from .windows import input_padding, output_padding, spread, transpose_filter
 
 # In a lax.pad configuration: nothing at either end or between.
 _KEEP = (0, 0, 0)
@@ -58,21 +58,9 @@ def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
     """dx of x's shape, from w and dy."""
     if spec.is_empty:
         return jnp.zeros(spec.x_shape, spec.dtype)
-    padding = [
-        (extent - 1 - lo, size - ((out - 1) * stride + 1) + lo)
-        for size, out, stride, extent, (lo, _) in zip(
-            spec.spatial,
-            spec.out_spatial,
-            spec.strides,
-            spec.extent,
-            spec.padding,
-            strict=True,
-        )
-    ]
-    strides = spec.strides
+    padding, strides = output_padding(spec), spec.strides
     if min(map(min, padding)) < 0:
-        config = [(*pair, s - 1) for pair, s in zip(padding, strides, strict=True)]
-        dy = lax.pad(dy, jnp.zeros((), dy.dtype), [_KEEP, *config, _KEEP])
+        dy = spread(spec, dy)
         padding, strides = ((0, 0),) * spec.rank, (1,) * spec.rank
     dx = lax.conv_general_dilated(
         dy,
@@ -93,20 +81,9 @@ def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
     """dw of w's shape, from x and dy."""
     if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
-    padding = [
-        (lo, (out - 1) * stride + extent - size - lo)
-        for size, out, stride, extent, (lo, _) in zip(
-            spec.spatial,
-            spec.out_spatial,
-            spec.strides,
-            spec.extent,
-            spec.padding,
-            strict=True,
-        )
-    ]
-    x, padding = crop(x, padding)
+    x, padding = crop(x, input_padding(spec))
     # Channels play the batch, the batch is contracted. Transposed by hand: inside a
-    # loop XLA does not put dimensions in order, which makes a CPU 100 times slower.
+    # loop XLA does not put dimensions in order, and the fast form on a CPU needs that.
     space = tuple(range(1, spec.rank + 1))
     dw = lax.conv_general_dilated(
         lax.transpose(x, (spec.rank + 1, *space, 0)),

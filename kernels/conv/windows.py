@@ -53,20 +53,31 @@ def taps(spec: ConvSpec) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, spec.kernel))
 
 
+def input_padding(spec: ConvSpec) -> list[tuple[int, int]]:
+    """What makes of x exactly the inputs that the filter meets; it may be negative."""
+    return [
+        (lo, (out - 1) * stride + extent - size - lo)
+        for size, out, stride, extent, lo in _axes(spec)
+    ]
+
+
+def output_padding(spec: ConvSpec) -> list[tuple[int, int]]:
+    """What makes of dy, with zeros between, the input of the adjoint."""
+    return [
+        (extent - 1 - lo, size - ((out - 1) * stride + 1) + lo)
+        for size, out, stride, extent, lo in _axes(spec)
+    ]
+
+
+def _axes(spec):
+    starts = [lo for lo, _ in spec.padding]
+    sizes = spec.spatial, spec.out_spatial, spec.strides, spec.extent, starts
+    return zip(*sizes, strict=True)
+
+
 def pad(spec: ConvSpec, x: jax.Array) -> jax.Array:
     """Pads, or crops where negative, x to exactly the inputs that the filter meets."""
-    config = []
-    for size, out, stride, extent, (lo, _) in zip(
-        spec.spatial,
-        spec.out_spatial,
-        spec.strides,
-        spec.extent,
-        spec.padding,
-        strict=True,
-    ):
-        need = (out - 1) * stride + extent
-        config.append((lo, need - size - lo, 0))
-    return _pad(x, config)
+    return _pad(x, [(*pair, 0) for pair in input_padding(spec)])
 
 
 def tap(spec: ConvSpec, padded: jax.Array, k: tuple[int, ...]) -> jax.Array:
@@ -98,18 +109,9 @@ def adjoint(spec: ConvSpec) -> ConvSpec:
 
 def spread(spec: ConvSpec, dy: jax.Array) -> jax.Array:
     """dy with stride - 1 zeros between its elements, padded to the adjoint's input."""
-    config = []
-    for size, out, stride, extent, (lo, _) in zip(
-        spec.spatial,
-        spec.out_spatial,
-        spec.strides,
-        spec.extent,
-        spec.padding,
-        strict=True,
-    ):
-        spans = (out - 1) * stride + 1
-        config.append((extent - 1 - lo, size - spans + lo, stride - 1))
-    return _pad(dy, config)
+    zeros = [stride - 1 for stride in spec.strides]
+    pairs = zip(output_padding(spec), zeros, strict=True)
+    return _pad(dy, [(*pair, between) for pair, between in pairs])
 
 
 def transpose_filter(spec: ConvSpec, w: jax.Array) -> jax.Array:

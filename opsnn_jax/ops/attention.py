@@ -29,12 +29,11 @@ from opsnn_jax.dispatch import (
     Implementation,
     Requested,
     Table,
-    align_varying,
     deferred,
-    partitioned,
 )
 from opsnn_jax.kernels.attention import reference, xla
 from opsnn_jax.kernels.attention.spec import AttentionSpec, Extra
+from opsnn_jax.meshes import align_varying, partitioned
 
 from .attention_arguments import Operands, canonicalize
 

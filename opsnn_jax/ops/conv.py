@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from opsnn_jax.dispatch import Choice, Requested, align_varying, partitioned
+from opsnn_jax.dispatch import Choice, Requested
 from opsnn_jax.kernels.conv.epilogue import activation_gradient
 from opsnn_jax.kernels.conv.spec import ConvSpec
+from opsnn_jax.meshes import align_varying, partitioned
 
 from .arguments import as_float_array, as_int
 from .conv_arguments import Padding, check_filter, validate

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from opsnn_jax.dispatch import Choice, Requested, align_varying
+from opsnn_jax.dispatch import Choice, Requested
 from opsnn_jax.kernels.attention.spec import Extra
+from opsnn_jax.meshes import align_varying
 
 from .attention import TABLE
 from .attention_arguments import Operands, canonicalize

@@ -454,7 +454,7 @@ ATTENTION = (
 DISPATCH = (
     Mutant(
         "dispatch-batched-axis",
-        "opsnn_jax/dispatch.py",
+        "opsnn_jax/lowering.py",
         "return outs, [0] * len(outs)",
         "return outs, [1] * len(outs)",
         (_DISPATCH + "test_vmap_over_any_axis",),
@@ -482,7 +482,7 @@ DISPATCH = (
     ),
     Mutant(
         "dispatch-replicated-not-aligned",
-        "opsnn_jax/dispatch.py",
+        "opsnn_jax/meshes.py",
         "if a is not None and union - has",
         "if a is not None and False",
         (_DISPATCH + "test_arrays_are_made_to_vary_alike",),
