@@ -627,8 +627,8 @@ STEP = (
     Mutant(
         "step-micro-batches-summed-in-half",
         "training/window.py",
-        "jnp.zeros(x.shape, policy.accumulate)",
-        "jnp.zeros(x.shape, 'bfloat16')",
+        "return (s.astype(wide) + weigh(g).astype(wide)).astype(policy.accumulate)",
+        "return (s + weigh(g)).astype('bfloat16').astype(policy.accumulate)",
         (_WINDOW + "test_micro_batches_are_summed_in_fp32",),
     ),
     Mutant(
