@@ -103,7 +103,8 @@ def measure(row: Row, with_torch: bool) -> list[dict]:
         variants = {"jax.nn": jax.jit(theirs[name]), "opsnn": jax.jit(ours[name])}
         if with_torch and row.kind != "window":  # PyTorch has no window
             variants["torch"] = torch_pass(row, name, arrays)
-        rounds = 31 if row.t * row.s * row.batch <= 512 * 512 else 9
+        scores = row.t * row.s * row.batch
+        rounds = 31 if scores <= 2**18 else 9 if scores < 2**24 else 5
         times = time_in_turn(variants, arrays, rounds)
         result = {
             **asdict(row),

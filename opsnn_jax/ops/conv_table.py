@@ -72,23 +72,21 @@ class Rule:
     because: str
 
 
-def _winograd_pays(fewest_channels: int) -> Callable[[ConvSpec], bool]:
-    def pays(spec):
-        tiles = spec.x_shape[0] * math.prod(-(-s // 4) for s in spec.out_spatial)
-        return (
-            spec.kernel == (3, 3)
-            and min(spec.w_shape[-2:]) >= fewest_channels
-            and tiles >= 96
-        )
-
-    return pays
+def _winograd_pays(spec):
+    # Where the transforms, which memory bounds, are little beside the products.
+    fewest = min(spec.w_shape[-2:])
+    return spec.kernel == (3, 3) and fewest >= 64 and _tiles(spec) * fewest > 1 << 16
 
 
-def _gemm_pays(spec):
-    # With fewer outputs or gathered inputs the products are too thin for their speed,
-    # and a small call is over before they have it.
-    wide = spec.w_shape[-1] >= 64 and math.prod(spec.w_shape[-3:-1]) >= 16
-    return (wide and spec.macs >= 10**8) or spec.rank == 3
+def _winograd_pays_for_dw(spec):
+    # The products sum over tiles, and give as many results as the filter has.
+    fewest, most = sorted(spec.w_shape[-2:])
+    enough = _tiles(spec) >= max(96, most / 2)
+    return spec.kernel == (3, 3) and fewest >= 32 and enough
+
+
+def _tiles(spec):
+    return spec.x_shape[0] * math.prod(-(-s // 4) for s in spec.out_spatial)
 
 
 _ALL = ("fwd", "dx", "dw")
@@ -106,21 +104,16 @@ _RULES = (
         "XLA takes dw of groups over every pair of channels",
     ),
     Rule(
-        "winograd", "cpu", ("fwd", "dx"), _winograd_pays(64),
+        "winograd", "cpu", ("fwd", "dx"), _winograd_pays,
         "a quarter of the products, and enough channels and tiles to pay for the "
         "transforms",
     ),
     Rule(
-        "winograd", "cpu", ("dw",), _winograd_pays(32),
-        "a quarter of the products, and enough channels and tiles to pay for the "
-        "transforms",
+        "winograd", "cpu", ("dw",), _winograd_pays_for_dw,
+        "a quarter of the products, and enough tiles to sum over",
     ),
     Rule(
-        "gemm", "cpu", ("dw",), _gemm_pays,
-        "XLA takes dw by a filter as large as the image",
-    ),
-    Rule(
-        "planes", "cpu", ("fwd", "dx"), lambda spec: spec.rank == 3,
+        "planes", "cpu", _ALL, lambda spec: spec.rank == 3,
         "XLA's convolution in three dimensions is slower than several in two",
     ),
 )  # fmt: skip

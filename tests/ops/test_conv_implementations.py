@@ -138,13 +138,15 @@ def test_one_groups_infinity_stays_its_own(key):
 CHOSEN = [
     # x, w, options, and what runs forward, dx and dw on a CPU
     ((8, 56, 56, 64), (3, 3, 64, 64), {}, ("winograd", "winograd", "winograd")),
-    ((8, 56, 56, 64), (3, 3, 64, 64), dict(strides=2), ("direct", "direct", "gemm")),
+    ((8, 56, 56, 64), (3, 3, 64, 64), dict(strides=2), ("direct", "direct", "direct")),
+    ((8, 14, 14, 256), (3, 3, 256, 256), {}, ("direct", "direct", "winograd")),
+    ((8, 14, 14, 512), (3, 3, 512, 512), {}, ("direct", "direct", "direct")),
     ((1, 7, 7, 64), (3, 3, 64, 64), {}, ("direct", "direct", "direct")),
     ((32, 28, 28, 16), (3, 3, 16, 16), {}, ("direct", "direct", "direct")),
     ((8, 28, 28, 64), (1, 1, 64, 32), {}, ("pointwise",) * 3),
     ((8, 28, 28, 64), (3, 3, 1, 64), dict(groups=64), ("depthwise",) * 3),
     ((8, 28, 28, 64), (3, 3, 4, 64), dict(groups=16), ("gemm",) * 3),
-    ((2, 8, 9, 9, 4), (3, 3, 3, 4, 4), {}, ("planes", "planes", "gemm")),
+    ((2, 8, 9, 9, 4), (3, 3, 3, 4, 4), {}, ("planes",) * 3),
 ]
 
 
