@@ -55,7 +55,12 @@ class Row:
         options = dict(self.options())
         if "window" in options:
             options["local_window_size"] = options.pop("window")
-        return functools.partial(jax.nn.dot_product_attention, **options)
+        attend = functools.partial(jax.nn.dot_product_attention, **options)
+        if self.dtype != "float16":
+            return attend
+        # JAX refuses float16 on a CPU: what one would do instead.
+        wide = jnp.float32
+        return lambda *qkv: attend(*(x.astype(wide) for x in qkv)).astype(self.dtype)
 
 
 def rows(quick: bool) -> list[Row]:

@@ -18,15 +18,16 @@ from .scores import Scores, at
 from .spec import AttentionSpec, finite
 from .tiles import Tiles
 
-# At most this many queries and keys in a tile: large enough for the matrix products,
-# while its scores still lie in the caches of a CPU as softmax passes over them. A band
-# is followed more closely by smaller tiles.
-BLOCK = (256, 512)
-BAND_BLOCK = (256, 256)
+# At most this many queries and keys in a tile: large enough for the matrix products. A
+# tile holds all heads; of many, fewer queries, so that its scores lie in the caches of a
+# CPU as softmax passes over them.
+BLOCK = (512, 512)
+_MANY_HEADS = 16
 
-# Keys in a tile of few queries: there the steps of the walk cost more than the scores.
-# Not more, because a cache that is filled in part has empty tiles to skip.
-_LONGEST = 512
+# In the backward pass a masked tile costs much more than one that is not. Few tiles of a
+# band would be mostly mask: then it is followed by smaller ones.
+SMALL_BLOCK = (256, 256)
+_SHORT = 1024
 
 
 def fwd(
@@ -92,7 +93,7 @@ def bwd(
     block: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """See `AttentionSpec`."""
-    tiles = Tiles.of(spec, block or _limit(spec))
+    tiles = Tiles.of(spec, block or _limit(spec, backward=True))
     scores = Scores(tiles, q, k, v, *extra)
     dout = tiles.rows(dout)
     # With +inf a dead row has p = exp(s - inf) = 0; the rows of padding are dead too.
@@ -152,11 +153,12 @@ def bwd(
     return tuple(grads)
 
 
-def _limit(spec):
+def _limit(spec, backward=False):
     """The most queries and keys in a tile."""
-    queries, keys = BLOCK if spec.band.full else BAND_BLOCK
-    rows = spec.group * min(spec.q_len, queries)
-    return queries, max(keys, min(queries * keys // rows, _LONGEST))
+    if backward and not spec.band.full and spec.kv_len <= _SHORT:
+        return SMALL_BLOCK
+    queries, keys = BLOCK
+    return queries // 2 if spec.batch * spec.heads > _MANY_HEADS else queries, keys
 
 
 def _finite(top):

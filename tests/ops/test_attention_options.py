@@ -86,7 +86,7 @@ def test_sinks(key, implementation):
 
 def test_sinks_over_several_tiles(key):
     operands = {"sinks": jnp.array([1.0, -1.0]).astype(bf16)}
-    shape = (1, 300, 600, 2, 1, 4)
+    shape = (1, 520, 600, 2, 1, 4)
     check(key, "xla", operands=operands, shape=shape, is_causal=True)
 
 
@@ -131,9 +131,9 @@ def test_dropout(key, implementation, dtype):
 
 
 def test_dropout_is_the_same_for_all_blocks(key):
-    weights = kept(key, 1, 2, 300, 600, 0.3)
+    weights = kept(key, 1, 2, 520, 600, 0.3)
     options = dict(weights=weights, dropout_rate=0.3, is_causal=True)
-    shape = (1, 300, 600, 2, 1, 4)
+    shape = (1, 520, 600, 2, 1, 4)
     check(key, "xla", operands={"dropout_rng": key}, shape=shape, **options)
 
 
