@@ -19,13 +19,13 @@ from .spec import AttentionSpec, finite
 from .tiles import Tiles
 
 # At most this many queries and keys in a tile: large enough for the matrix products. A
-# tile holds all heads; of many, fewer queries, so that its scores lie in the caches of a
-# CPU as softmax passes over them.
+# tile holds all heads; of many, fewer queries, so that its scores lie in the caches of
+# a CPU as softmax passes over them.
 BLOCK = (512, 512)
 _MANY_HEADS = 16
 
-# In the backward pass a masked tile costs much more than one that is not. Few tiles of a
-# band would be mostly mask: then it is followed by smaller ones.
+# In the backward pass a masked tile costs much more than one that is not. Few tiles of
+# a band would be mostly mask: then it is followed by smaller ones.
 SMALL_BLOCK = (256, 256)
 _SHORT = 1024
 
