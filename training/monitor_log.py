@@ -120,7 +120,8 @@ def plot_monitor(
         ("Update / weight", table("update_ratio"), True),
         ("Share of zeros in the gradient", table("zero_share"), False),
     )
-    condition = rows[0]["condition"]
+    # A run may have gone on with other weights than it began with.
+    condition = dict.fromkeys(name for row in rows for name in row["condition"])
     height = 2 * (1.2 + 0.16 * min(max(len(layers), 6), _NAMED)) + 3 * bool(condition)
     figure = Figure(figsize=(13, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -144,7 +145,7 @@ def plot_monitor(
     if condition:
         axes = figure.add_subplot(grid[2, :])
         for weight in condition:
-            values = [_finite(row["condition"][weight]) for row in rows]
+            values = [_finite(row["condition"].get(weight, math.nan)) for row in rows]
             axes.plot(steps, values, linewidth=1.4, label=weight)
         axes.set_yscale("log")
         axes.set_title("Condition number", loc="left", fontsize=10)

@@ -210,6 +210,22 @@ def test_run_that_cannot_be_resumed_is_one_line(run, weights_only):
     assert "stopped before its first checkpoint" in err and err.count("\n") == 1
 
 
+def test_run_with_a_constant_rate_can_be_made_longer(run, weights_only):
+    weights_only.batch_at = float
+    constant = {"schedule": "constant", "warmup_steps": 8}
+    config = TINY_IMAGES | {"optimizer": constant}
+    assert run(config, "--set", "run.steps=10")[0] == 0
+    folder = run(config)[3] / "images-1"
+    code, _, err, runs = run(config, "--resume", "--set", "run.steps=10")
+    assert (code, err) == (0, "")
+    assert_equal_ends(folder, runs / "images-0")
+    # Of one that falls, the rates until now would have been others.
+    code, _, err, _ = run(TINY_IMAGES)
+    code, _, err, _ = run(TINY_IMAGES, "--resume", "--set", "run.steps=10")
+    assert code == 2
+    assert "run.steps was 6 there and is 10 here." in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("what", ["metrics", "checkpoints"])
 def test_disk_that_fills_up_is_one_line_and_loses_nothing(
     run, weights_only, monkeypatch, what

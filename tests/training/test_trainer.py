@@ -60,6 +60,41 @@ def test_monitor_goes_to_rows_tensorboard_and_a_picture(run, weights_only):
     assert report.read_rows(folder / "monitor.jsonl") == rows
 
 
+WATCHED = {"every": 1, "condition": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (WATCHED, {"every": 2, "condition": ["b"], "iterations": 3}),
+        (WATCHED, {"tensorboard": False}),
+        (WATCHED, None),
+        (None, WATCHED),
+    ],
+)
+def test_what_is_measured_may_change_when_a_run_goes_on(
+    run, weights_only, monkeypatch, send_at, before, after
+):
+    weights_only.batch_at = lambda k: 1.0 + k
+    weights_only.params = {"w": jnp.ones(3), "a": jnp.eye(2), "b": 2.0 * jnp.eye(3)}
+    runs = run(TINY_IMAGES)[3]
+    with monkeypatch.context() as patch:
+        send_at(patch, 3)
+        assert run(TINY_IMAGES | {"monitor": before})[0] == 130
+    code, _, err, _ = run(TINY_IMAGES | {"monitor": after}, "--resume")
+    assert (code, err) == (0, "")
+    straight, resumed = (
+        report.read_rows(runs / f"images-{i}" / "metrics.jsonl") for i in range(2)
+    )
+    assert resumed == straight
+    watched = report.read_rows(runs / "images-1" / "monitor.jsonl")
+    steps = [row["attempted_steps"] for row in watched]
+    every = [after["every"]] if after and "every" in after else [10]
+    done = [1, 2, 3] if before else []
+    assert steps == done + [k for k in (4, 5, 6) if after and (k - 1) % every[0] == 0]
+    assert (runs / "images-1" / "monitor.png").exists() == bool(watched)
+
+
 def test_monitor_of_what_is_not_there_is_one_line(run, weights_only):
     monitor = {"condition": ["kernel"]}
     code, _, err, _ = run(TINY_IMAGES | {"monitor": monitor})
