@@ -11,8 +11,8 @@ import optax
 from .compression import Compression
 from .leaves import (
     PyTree,
+    cast_like,
     float_leaves,
-    is_float,
     merge,
     of_same_types,
     owned_copy,
@@ -118,13 +118,7 @@ class TrainState:
         Raises:
           TypeError: if they differ from those before in structure or a shape.
         """
-
-        def cast(new, old):
-            return new.astype(old.dtype) if is_float(new) and is_float(old) else new
-
-        params = of_same_types(
-            jax.tree.map(cast, owned_copy(params), self.params), self.params
-        )
+        params = of_same_types(cast_like(owned_copy(params), self.params), self.params)
         ema = self.ema
         if ema is not None:
             ema = owned_copy(_to_float32(float_leaves(params)))

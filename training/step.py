@@ -30,6 +30,7 @@ from .clip import ClipRule, clip_by_norm, clip_by_rules, global_norm
 from .compression import Compression
 from .leaves import (
     PyTree,
+    cast_like,
     finite_by_leaf,
     float_leaves,
     is_float,
@@ -168,16 +169,17 @@ def make_train_step(
             floats = float_leaves(state.params)
             # What is updated is the master weight, whatever its dtype.
             cast = jax.tree.map(lambda g, p: g.astype(p.dtype), clipped, floats)
-            # optax mixes integers and floats, which strict promotion forbids.
+            # optax mixes integers and floats, which strict promotion forbids. Of a rate
+            # that is an array, updates and traces take the dtype.
             with jax.numpy_dtype_promotion("standard"):
                 updates, opt_state = optimizer.update(
                     cast, state.opt_state, floats, value=loss
                 )
-            floats = optax.apply_updates(floats, updates)
+                floats = optax.apply_updates(floats, updates)
             updated = replace(
                 state,
                 params=merge(floats, state.params),
-                opt_state=opt_state,
+                opt_state=cast_like(opt_state, state.opt_state),
                 model_state=window.model_state,
                 ema=_average(state.ema, floats, ema_decay),
                 step=state.step + 1,

@@ -396,3 +396,5 @@ def test_loaded_parameters_become_the_master_weights():
     assert float(after.params["block"]["w"][0, 0]) == 3.0
     with pytest.raises(TypeError, match="must stay float32"):
         state.with_params({**state.params, "block": {"w": jnp.ones(2), "none": None}})
+    with pytest.raises(TypeError, match="it lost block/w"):
+        state.with_params({**state.params, "block": {"none": None}})

@@ -1,6 +1,7 @@
 """Norms without overflow, and clipping of unscaled gradients."""
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,6 +42,22 @@ def test_norm_beyond_fp32_is_inf():
 def test_within_the_bound_nothing_changes():
     tree = {"w": jnp.asarray([0.3, 0.4]), "n": jnp.int32(1)}
     chex.assert_trees_all_equal(clip_by_norm(tree, 1.0, global_norm(tree)), tree)
+
+
+def test_leaves_that_are_not_floating_pass_untouched():
+    # tensorflow#27655: gradients hold None for what is frozen, float0 for integers.
+    float0 = np.zeros((2,), jax.dtypes.float0)
+    tree = {"w": jnp.full(4, 2.0), "n": jnp.int32(7), "none": None, "f0": float0}
+    tree["key"] = jax.random.key(0)
+    norm = global_norm(tree)
+    assert float(norm) == 4.0
+    for clipped in (
+        clip_by_norm(tree, 1.0, norm),
+        clip_by_rules(tree, [ClipRule("w", 1.0)]),
+    ):
+        assert jax.tree.structure(clipped) == jax.tree.structure(tree)
+        np.testing.assert_array_equal(clipped["w"], jnp.full(4, 0.5))
+        assert all(clipped[name] is tree[name] for name in ("n", "f0", "key"))
 
 
 def test_infinite_norm_makes_zeros_of_what_is_finite():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import flax.linen as linen
@@ -344,31 +345,31 @@ def test_state_shares_no_buffer_and_can_be_donated():
     assert float(weights.sum()) == 3.0
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.adam(1e-3),
-        optax.adamw(np.float64(1e-3)),
-        optax.adam(jnp.float32(1e-3)),
-        optax.amsgrad(1e-3),
-        optax.adabelief(1e-3),
-        optax.nadam(1e-3),
-        optax.rmsprop(1e-3),
-        optax.adafactor(1e-3),
-        optax.lion(1e-3),
-        optax.lamb(1e-3),
-        optax.yogi(1e-3),
-        optax.radam(1e-3),
-        optax.adagrad(1e-3),
-        optax.contrib.muon(1e-3),
-        optax.sgd(1e-3, momentum=0.9, nesterov=True),
-        # Mixes an int32 count and a float in `init` already.
-        optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(1e-3, 9)),
-        optax.MultiSteps(optax.sgd(1e-3), 1).gradient_transformation(),
-        optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-1e-3)),
-        optax.noisy_sgd(1e-3, key=jax.random.key(0)),
-    ],
-)
+OPTIMIZERS = [
+    optax.adam(1e-3),
+    optax.adamw(np.float64(1e-3)),
+    optax.adam(jnp.float32(1e-3)),
+    optax.amsgrad(1e-3),
+    optax.adabelief(1e-3),
+    optax.nadam(1e-3),
+    optax.rmsprop(1e-3),
+    optax.adafactor(1e-3),
+    optax.lion(1e-3),
+    optax.lamb(1e-3),
+    optax.yogi(1e-3),
+    optax.radam(1e-3),
+    optax.adagrad(1e-3),
+    optax.contrib.muon(1e-3),
+    optax.sgd(1e-3, momentum=0.9, nesterov=True),
+    # Mixes an int32 count and a float in `init` already.
+    optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(1e-3, 9)),
+    optax.MultiSteps(optax.sgd(1e-3), 1).gradient_transformation(),
+    optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-1e-3)),
+    optax.noisy_sgd(1e-3, key=jax.random.key(0)),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_optimizer_keeps_its_state_in_fp32_and_its_types(
     key, optimizer, quick_compilation
 ):
@@ -390,6 +391,61 @@ def test_any_optimizer_keeps_its_state_in_fp32_and_its_types(
         assert leaf.dtype not in (jnp.float16, jnp.bfloat16)
     assert float(jnp.abs(new.params["used"] - state.params["used"]).max()) > 0
     assert int(new.params["n"]) == 3 and new.params["frozen"] is None
+
+
+def types(state):
+    return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(state)]
+
+
+def before_and_after(optimizer, dtype):
+    """The types of a state and of the next one, which nothing is computed for."""
+    policy = Policy(params=dtype, compute=dtype)
+
+    def begin():
+        params = {"used": jnp.ones((4, 4)), "dead": jnp.ones((4, 4)), "none": None}
+        return TrainState.create(params, optimizer, policy=policy)
+
+    step = make_train_step(
+        functools.partial(_two_layers, policy), optimizer, policy=policy, donate=False
+    )
+    state = jax.eval_shape(begin)
+    new, _ = jax.eval_shape(step, state, {"x": jnp.ones((2, 4))})
+    return types(state), types(new)
+
+
+def test_x64_changes_no_type_of_any_optimizer():
+    # optax#1207: a state whose types change has a scan fail and a step traced anew.
+    for optimizer in OPTIMIZERS:
+        with jax.enable_x64(True):
+            before, after = before_and_after(optimizer, "float32")
+        assert after == before
+
+
+RATES = [
+    1e-3,
+    np.float32(1e-3),
+    np.float64(1e-3),
+    jnp.float32(1e-3),
+    jnp.asarray(1e-3, "bfloat16"),
+    np.asarray(1e-3, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_keeps_its_types_whatever_type_the_rate_has(dtype, x64):
+    # optax#1405: with a rate that is no Python number, updates take its dtype; here
+    # traces do as well, where momentum comes after the rate.
+    makes = [
+        optax.adam,
+        functools.partial(optax.sgd, momentum=0.9),
+        functools.partial(optax.rmsprop, momentum=0.9),
+        optax.lars,
+    ]
+    for make, rate in itertools.product(makes, RATES):
+        with jax.enable_x64(x64):
+            before, after = before_and_after(make(rate), dtype)
+        assert after == before
 
 
 def _two_layers(policy, params, model_state, batch, rng):
