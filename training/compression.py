@@ -152,6 +152,11 @@ class TopK(Compression):
 
     Raises:
       ValueError: for a share that is not above 0 and at most 1.
+
+    Example:
+      >>> values, places = TopK(0.25).encode(jnp.asarray([-5.0, 1.0, 2.0, 0.0]))
+      >>> values.tolist(), places.tolist()
+      ([-5.0], [0])
     """
 
     share: float

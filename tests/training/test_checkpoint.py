@@ -51,7 +51,7 @@ def straight(tmp_path_factory):
 
 @pytest.mark.parametrize("first", [1, 7, 11])
 def test_restored_run_ends_in_the_same_bits(tmp_path, straight, first):
-    # E11, metaseq#3: scale, counters, schedule, average, data position are all saved.
+    # metaseq#3: scale, counters, schedule, average, data position are all saved.
     killed_run.run(tmp_path, first, save_every=None)
     assert_same_bits(killed_run.run(tmp_path, 12, save_every=None), straight)
 
@@ -377,7 +377,7 @@ def test_arrays_come_back_to_their_devices(tmp_path):
 
 
 def test_loaded_parameters_become_the_master_weights():
-    # E14: weights loaded into a running state, half ones too, are where it goes on.
+    # Weights loaded into a running state, half ones too, are where it goes on.
     state = whole(1)
     loaded = {**state.params, "block": {"w": jnp.full((3, 4), 3, "bfloat16")}}
     loaded["block"]["none"] = None

@@ -13,7 +13,7 @@ from opsnn_jax.training.clip import ClipRule, clip_by_rules
 @pytest.mark.parametrize(
     "tree, expected",
     [
-        # E09 and pytorch#46849: norms that overflow on the way though they are finite.
+        # pytorch#46849: norms that overflow on the way though they are finite.
         ([jnp.full(1000, 300.0, jnp.float16)], 300.0 * 1000**0.5),
         ([jnp.full(4, 1e20)], 2e20),
         ([jnp.full(4, 1e-30)], 2e-30),
@@ -74,7 +74,7 @@ def test_clipped_to_the_bound(size):
 
 @pytest.mark.parametrize("scale", [2.0**k for k in range(0, 21, 5)])
 def test_clipping_does_not_depend_on_the_scale(scale):
-    # E08: clipped before unscaling, the bound is as many times too small.
+    # Clipped before unscaling, the bound is as many times too small.
     config = StaticLossScale(scale)
     grads = config.unscale(config.init(), [jnp.asarray([0.3, 0.4]) * scale])
     clipped = clip_by_norm(grads, 1.0, global_norm(grads))

@@ -105,7 +105,7 @@ def written(state):
 
 
 def test_fp16_overflow_leaves_everything_bitwise_unchanged(key):
-    # F8 and pytorch#88474: others put back the parameters, yet not batch statistics.
+    # pytorch#88474: others put back the parameters, yet not batch statistics.
     loss_fn, params, stats, batch = cnn(FP16, key)
     optimizer = optax.adamw(1e-3)
     make = {"policy": FP16, "loss_scale": DynamicLossScale(initial=2.0**10)}
@@ -132,7 +132,7 @@ def test_fp16_overflow_leaves_everything_bitwise_unchanged(key):
     [("float32", jnp.nan), ("mixed_bfloat16", jnp.inf), ("mixed_float16", -jnp.inf)],
 )
 def test_bad_batches_are_as_if_never_seen(key, bad, policy):
-    # E06 and DeepSpeed#4512: an inf in bf16 or fp32 kills moments and weights as well.
+    # DeepSpeed#4512: an inf in bf16 or fp32 kills moments and weights as well.
     policy = Policy.parse(policy)
     loss_fn, params, stats, batch = mlp(policy, key)
     optimizer = optax.adam(1e-2)
@@ -199,7 +199,7 @@ def test_any_power_of_two_schedule_leaves_fp32_bitwise_unchanged(
 
 
 def test_reports_the_unscaled_loss_whatever_the_scale():
-    # F3: recovered as scaled/scale it would be inf.
+    # Recovered as scaled/scale it would be inf.
     scale = StaticLossScale(2.0**126)
     optimizer = optax.sgd(0.0)
     state = TrainState.create(
@@ -212,7 +212,7 @@ def test_reports_the_unscaled_loss_whatever_the_scale():
 
 
 def test_fp16_loss_is_reported_and_overflow_judged_on_gradients():
-    # E04: fp16 weights; the loss times the scale would be inf in fp16.
+    # fp16 weights; the loss times the scale would be inf in fp16.
     policy = Policy.parse("params=float16,compute=float16,output=float16")
 
     def loss_fn(params, model_state, batch, rng):
@@ -250,7 +250,7 @@ def test_gradient_that_only_overflows_unscaled_is_caught():
 
 
 def test_norm_beyond_fp32_is_a_skip_and_not_a_zero_update():
-    # E09: clipping by an infinite norm silently trains nothing.
+    # Clipping by an infinite norm silently trains nothing.
     def loss_fn(params, model_state, batch, rng):
         return (batch["g"] * params["w"]).sum(), (model_state, {})
 
@@ -263,7 +263,7 @@ def test_norm_beyond_fp32_is_a_skip_and_not_a_zero_update():
 
 
 def test_optimizer_that_makes_a_nan_is_skipped():
-    # F10, optax#1403: a schedule that returns NaN must not reach the parameters.
+    # optax#1403: a schedule that returns NaN must not reach the parameters.
     optimizer = optax.sgd(lambda count: jnp.where(count == 1, jnp.nan, 0.5))
     state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
     step = make_train_step(linear, optimizer, policy=FP32)
@@ -283,7 +283,7 @@ def test_state_that_begins_infinite_is_no_fault():
 
 
 def test_clip_after_unscale():
-    # E08: at scale 65536, clipped before, the update would be 1e-5 of this.
+    # At scale 65536, clipped before, the update would be 1e-5 of this.
     scale = StaticLossScale(65536.0)
     optimizer = optax.sgd(1.0)
     state = TrainState.create(
@@ -299,7 +299,7 @@ def test_clip_after_unscale():
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_traced_once(policy):
-    # F2, J4: weakly typed scalars in the first state have others trace twice.
+    # Weakly typed scalars in the first state have others trace twice.
     policy = Policy.parse(policy)
 
     def loss_fn(params, mean, batch, rng):
@@ -373,7 +373,7 @@ OPTIMIZERS = [
 def test_any_optimizer_keeps_its_state_in_fp32_and_its_types(
     key, optimizer, quick_compilation
 ):
-    # E16, F11, optax#1754: NaN on zero gradients, moments in half, changing dtypes.
+    # optax#1754: NaN on zero gradients, moments in half, changing dtypes.
     loss_fn = functools.partial(_two_layers, FP16)
     params = {
         "used": jax.random.normal(key, (4, 4)),
@@ -455,7 +455,7 @@ def _two_layers(policy, params, model_state, batch, rng):
 
 
 def test_master_weights_take_updates_that_half_precision_loses():
-    # E12: 256 in bf16 with updates of 0.5 stays 256 for ever; the master reaches 206.
+    # 256 in bf16 with updates of 0.5 stays 256 for ever; the master reaches 206.
     policy = Policy.parse("mixed_bfloat16")
 
     def loss_fn(params, model_state, batch, rng):
@@ -482,7 +482,7 @@ def test_master_weights_take_updates_that_half_precision_loses():
 def test_moments_and_decay_take_what_half_precision_loses(
     optimizer, start, grad, steps, end
 ):
-    # E12, optax#1552: moments follow half parameters, and b2 = 0.999 is 1 in bf16.
+    # optax#1552: moments follow half parameters, and b2 = 0.999 is 1 in bf16.
     policy = Policy.parse("mixed_bfloat16")
     state = TrainState.create({"w": jnp.float32(start)}, optimizer, policy=policy)
 
@@ -499,7 +499,7 @@ def test_moments_and_decay_take_what_half_precision_loses(
 
 
 def test_ema_is_kept_in_fp32():
-    # E12: in bf16 an average with decay 0.999 never moves from 0 to 0.95.
+    # In bf16 an average with decay 0.999 never moves from 0 to 0.95.
     policy = Policy.parse("mixed_bfloat16")
     optimizer = optax.sgd(0.0)
     state = TrainState.create(
