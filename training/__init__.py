@@ -2,6 +2,7 @@
 
 from .checkpoint import CheckpointError, Checkpoints
 from .clip import ClipRule, clip_by_norm, clip_by_rules, global_norm
+from .compression import Compression, Half, Int8, OneBit, TopK
 from .leaves import all_finite, select
 from .loop import StuckError, fit, resume
 from .loss_scale import (
@@ -20,14 +21,19 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "ClipRule",
+    "Compression",
     "DynamicLossScale",
+    "Half",
+    "Int8",
     "LossScale",
     "LossScaleState",
     "Monitor",
     "NoLossScale",
+    "OneBit",
     "Policy",
     "StaticLossScale",
     "StuckError",
+    "TopK",
     "TrainState",
     "all_finite",
     "clip_by_norm",

@@ -8,11 +8,16 @@ steps there is no accumulator to keep: killed in the middle of a window, a run r
 that window from its first micro-batch.
 
 orbax writes to a temporary folder in the background and renames it when all is there,
-so a process that dies while it saves leaves the checkpoint before as it was.
+so a process that dies while it saves leaves the checkpoint before as it was. Whether
+there is room is asked before it begins: on a full disk its threads would each report an
+error of their own.
 """
 
 import contextlib
+import errno
 import math
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -177,11 +182,15 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         is_number = metric is not None and math.isfinite(metric)
+        arrays = _to_arrays(table, state)
+        # The save before has its files, and those it replaces are gone.
+        self.wait()
         try:
+            _check_room(self.folder, arrays)
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(_to_arrays(table, state)),
+                    state=ocp.args.StandardSave(arrays),
                     manifest=ocp.args.JsonSave(manifest),
                 ),
                 # A dict even without a metric, for orbax warns of None.
@@ -245,7 +254,10 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            try:
+                self._manager.close()
+            except Exception as e:
+                raise self._not_written(e) from e
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -268,6 +280,9 @@ class Checkpoints:
         return read
 
     def _not_written(self, error: Exception) -> CheckpointError:
+        # orbax has counted what it meant to delete as gone; it may be there still.
+        with contextlib.suppress(Exception):
+            self._manager.reload()
         return CheckpointError(
             f"checkpoints: cannot write to {self.folder}: {_reason(error)}."
         )
@@ -291,6 +306,21 @@ class _LastAndBest(PreservationPolicy):
     def rank(self, metrics: Mapping[str, float]) -> float:
         """Smaller is better."""
         return metrics["metric"] if self.lower else -metrics["metric"]
+
+
+def _check_room(folder: Path, arrays: Mapping[str, Any]) -> None:
+    """Raises OSError if the disk has no room for the arrays and what goes with them."""
+    if jax.process_count() > 1:
+        return  # all have to save, or none
+    # Besides the numbers, orbax writes a dozen files and a record for each array.
+    needed = sum(x.nbytes for x in arrays.values()) + 1_000 * len(arrays) + 100_000
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: a checkpoint takes {needed / 1e6:.1f} MB, "
+            f"{free / 1e6:.1f} MB are free",
+        )
 
 
 def _is_key(leaf: Any) -> bool:
@@ -333,4 +363,6 @@ def _from_array(array: Any, leaf: Any) -> jax.Array:
 def _reason(error: Exception) -> str:
     """The message of an error in one line, without a full stop."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else error
+    if code := re.search(r"os_error_code='(\d+)'", str(text)):  # of tensorstore
+        text = os.strerror(int(code[1]))
     return " ".join(str(text).split()).rstrip(".") or type(error).__name__

@@ -131,7 +131,12 @@ def _show(outcome: Outcome, console: Console) -> None:
     if outcome.sample is not None:
         console.print("The model writes:", style="bold")
         console.print(Text(outcome.sample))
-    if not outcome.plotted:
-        console.print("No curves were drawn. Install: pip install 'opsnn-jax[plot]'.")
+    if outcome.not_plotted is not None:
+        console.print(
+            f"No curves were drawn: {outcome.not_plotted}.",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+        )
     # A path is to be copied: in one line, without colours.
     console.print(f"run folder: {outcome.folder}", soft_wrap=True, highlight=False)

@@ -304,13 +304,16 @@ class Config(Section):
     def trajectory(self) -> dict[str, Any]:
         """The settings that decide the numbers of a run, which it cannot change midway.
 
-        The rest is where results go, and how often they are shown and saved. How long
-        the run is belongs here, for the learning rate depends on it.
+        The rest is where results go, what is measured and written besides, and how
+        often. How long the run is belongs here where the learning rate depends on it.
         """
         settings = self.model_dump(mode="json")
         run = settings["run"]
-        settings["run"] = {key: run[key] for key in ("seed", "epochs", "steps")}
+        length = () if self.optimizer.schedule == "constant" else ("epochs", "steps")
+        settings["run"] = {key: run[key] for key in ("seed", *length)}
         del settings["optimization"]["stop_after_skips"], settings["monitor"]
+        for key in ("sample_length", "prompt"):
+            settings["model"].pop(key, None)
         return settings
 
     @model_validator(mode="after")

@@ -88,6 +88,20 @@ def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
     return _everywhere(jnp.stack(verdicts).all()) if verdicts else jnp.asarray(True)
 
 
+def cast_like(tree: PyTree, like: PyTree) -> PyTree:
+    """The tree with its floating leaves in the dtypes of those of `like`.
+
+    Of another structure it comes back as it is, for `of_same_types` to name the leaf.
+    """
+    if jax.tree.structure(tree) != jax.tree.structure(like):
+        return tree
+
+    def cast(x, other):
+        return x.astype(other.dtype) if is_float(x) and is_float(other) else x
+
+    return jax.tree.map(cast, tree, like)
+
+
 def select(take_new: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` if the scalar `take_new` holds, else `old`, leaf by leaf.
 

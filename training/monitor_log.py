@@ -1,7 +1,9 @@
 """What becomes of the measures of a monitor: rows, TensorBoard, and a picture."""
 
+import contextlib
 import math
 import pathlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from .leaves import PyTree
 from .monitor import Monitor
-from .report import Rows
+from .report import Rows, save_figure
 
 # Beyond so many rows a picture names some of its parameters only.
 _NAMED = 60
@@ -37,23 +39,15 @@ class MonitorLog:
         self._layers, self._weights = monitor.layers(params), monitor.weights(params)
         self._file = rows
         self._rows = rows.cut(done)
-        self._writer = None
-        if tensorboard is not None:
-            from tensorboardX import SummaryWriter
-
-            self._writer = SummaryWriter(str(tensorboard), purge_step=done + 1)
+        self._events = None if tensorboard is None else _Events(tensorboard, done)
 
     def write(self, fetched: Sequence[dict[str, Any]]) -> None:
         """Keeps what was measured in some steps; the rest of their metrics is not."""
         rows = [self._row(metrics) for metrics in fetched if _measured(metrics)]
         self._rows += rows
         self._file.append(rows)
-        if self._writer is None:
-            return
-        for row in rows:
-            for tag, value in _scalars(row):
-                self._writer.add_scalar(tag, value, row["attempted_steps"])
-        self._writer.flush()
+        if self._events is not None:
+            self._events.write(rows)
 
     def plot(self, path: pathlib.Path, title: str) -> None:
         """Draws all rows. Raises ImportError without matplotlib."""
@@ -61,8 +55,8 @@ class MonitorLog:
             plot_monitor(self._rows, path, title)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._events is not None:
+            self._events.close()
 
     def _row(self, metrics: dict[str, Any]) -> dict[str, Any]:
         measures = dict(metrics["monitor"])
@@ -78,6 +72,65 @@ class MonitorLog:
             },
             "condition": dict(zip(self._weights, condition, strict=True)),
         }
+
+
+class _Events:
+    """Files for TensorBoard.
+
+    Written here, not by the thread of tensorboardX, which ends on a full disk; all that
+    give it more then wait for ever.
+    """
+
+    def __init__(self, folder: pathlib.Path, done: int):
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._folder, self._file = folder, None
+        self._version = Event(wall_time=time.time(), file_version="brain.Event:2")
+        # TensorBoard forgets what it had from this step on.
+        start = SessionLog(status=SessionLog.START)
+        self._waiting = [Event(wall_time=time.time(), step=done + 1, session_log=start)]
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds rows. What cannot be written waits for the next call."""
+        from tensorboardX.record_writer import RecordWriter
+
+        self._waiting += [_event(row) for row in rows]
+        try:
+            events = self._waiting
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                number = len([*self._folder.iterdir()])
+                name = f"events.out.tfevents.{time.time():.0f}.{number}"
+                self._file = RecordWriter(str(self._folder / name))
+                events = [self._version, *events]
+            for event in events:
+                self._file.write(event.SerializeToString())
+            self._file.flush()
+        except OSError:
+            # Half an event ends a file for its readers: the next go into another.
+            self.close()
+            self._file = None
+        else:
+            self._waiting.clear()
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+
+def _event(row: dict[str, Any]) -> Any:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    values = [
+        Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(row)
+    ]
+    return Event(
+        wall_time=time.time(),
+        step=row["attempted_steps"],
+        summary=Summary(value=values),
+    )
 
 
 def _measured(metrics: dict[str, Any]) -> bool:
@@ -120,7 +173,8 @@ def plot_monitor(
         ("Update / weight", table("update_ratio"), True),
         ("Share of zeros in the gradient", table("zero_share"), False),
     )
-    condition = rows[0]["condition"]
+    # A run may have gone on with other weights than it began with.
+    condition = dict.fromkeys(name for row in rows for name in row["condition"])
     height = 2 * (1.2 + 0.16 * min(max(len(layers), 6), _NAMED)) + 3 * bool(condition)
     figure = Figure(figsize=(13, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -144,7 +198,7 @@ def plot_monitor(
     if condition:
         axes = figure.add_subplot(grid[2, :])
         for weight in condition:
-            values = [_finite(row["condition"][weight]) for row in rows]
+            values = [_finite(row["condition"].get(weight, math.nan)) for row in rows]
             axes.plot(steps, values, linewidth=1.4, label=weight)
         axes.set_yscale("log")
         axes.set_title("Condition number", loc="left", fontsize=10)
@@ -157,7 +211,7 @@ def plot_monitor(
     if bad.any():
         note += f" (red: {int(bad.any(0).sum())} measured steps with inf or NaN)"
     figure.supxlabel(note, fontsize=9.5)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _heat(axes: Any, steps: np.ndarray, values: np.ndarray, is_log: bool) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import io
 import itertools
 import json
 import math
@@ -15,33 +16,62 @@ class RunFolderError(Exception):
 
 
 class Rows:
-    """A file of rows, `NAME.jsonl`, each of one attempted step, in their order."""
+    """A file of rows, `NAME.jsonl`, each of one attempted step, in their order.
+
+    Where they cannot be written, the disk being full, they wait in memory.
+    """
 
     def __init__(self, path: pathlib.Path):
         self.path = path
-        self._file = open(path, "a", encoding="utf-8")
+        self._waiting = b""
+        self._open()
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Adds rows. They are in the file when this returns."""
-        for row in rows:
-            self._file.write(_line(row))
-        self._file.flush()
+        """Adds rows. They are in the file when this returns, if they can be."""
+        self._waiting += "".join(map(_line, rows)).encode()
+        with contextlib.suppress(OSError):
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what waits. Raises OSError if it cannot be."""
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def cut(self, steps: int) -> list[dict[str, Any]]:
         """The rows up to an attempted step. The later ones, to be made again, go."""
         rows = [r for r in read_rows(self.path) if r["attempted_steps"] <= steps]
-        self.close()
-        # Replaced, not overwritten: a crash here must not cost the rows.
-        beside = self.path.with_suffix(".new")
-        beside.write_text("".join(map(_line, rows)), encoding="utf-8")
-        beside.replace(self.path)
-        self._file = open(self.path, "a", encoding="utf-8")
+        replace_file(self.path, "".join(map(_line, rows)).encode())
+        self._file.close()
+        self._open()
         return rows
 
     def close(self) -> None:
-        # What could not be written has been reported by `append`.
         with contextlib.suppress(OSError):
-            self._file.close()
+            self.flush()
+        self._file.close()
+
+    def _open(self) -> None:
+        # Not buffered: what a full disk does not take is still ours.
+        self._file = open(self.path, "ab", buffering=0)
+
+
+def replace_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file whole, or raises OSError and leaves the one before."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def save_figure(figure: Any, path: pathlib.Path) -> None:
+    """Writes a figure of matplotlib as a whole file."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    replace_file(path, image.getvalue())
 
 
 class RunFolder:
@@ -102,7 +132,12 @@ class RunFolder:
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         text = json.dumps(_as_json(content), indent=2) + "\n"
-        (self.path / name).write_text(text, encoding="utf-8")
+        replace_file(self.path / name, text.encode())
+
+    def flush(self) -> None:
+        """Writes the rows that wait. Raises OSError if they cannot be."""
+        for rows in self._opened:
+            rows.flush()
 
     def close(self) -> None:
         for rows in self._opened:
@@ -186,7 +221,7 @@ def plot_curves(rows: Sequence[dict[str, Any]], path: pathlib.Path, title: str) 
     if skipped:
         note += f" (red ticks: {len(skipped)} skipped)"
     figure.supxlabel(note, fontsize=9.5)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _new_folder(parent: pathlib.Path, name: str) -> pathlib.Path:

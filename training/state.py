@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .compression import Compression
 from .leaves import (
     PyTree,
+    cast_like,
     float_leaves,
-    is_float,
     merge,
     of_same_types,
     owned_copy,
@@ -35,6 +36,8 @@ class TrainState:
       step: int32, updates made; schedules follow it.
       attempted_steps: int32, updates made and skipped.
       ema: fp32 moving average of the floating leaves of `params`, or None.
+      residual: what each worker has not sent yet, see `opsnn_jax.training.compression`,
+        (workers, ...) fp32 for each floating leaf of `params`, or None.
     """
 
     params: PyTree
@@ -45,6 +48,7 @@ class TrainState:
     step: jax.Array
     attempted_steps: jax.Array
     ema: PyTree = None
+    residual: PyTree = None
 
     @classmethod
     def create(
@@ -57,6 +61,8 @@ class TrainState:
         model_state: PyTree = (),
         rng: jax.Array | int = 0,
         ema: bool = False,
+        compression: Compression | None = None,
+        workers: int = 1,
     ) -> "TrainState":
         """The state before the first step.
 
@@ -72,6 +78,8 @@ class TrainState:
           model_state: batch statistics and the like, kept in their own dtypes.
           rng: a key, or an integer, the seed of one.
           ema: whether a moving average of the parameters is kept.
+          compression: the same as the step's.
+          workers: with compression, the size of the axes that batches are split over.
 
         Raises:
           TypeError: for a complex parameter: which dtype it computes in is undefined.
@@ -98,6 +106,7 @@ class TrainState:
             step=jnp.asarray(0, jnp.int32),
             attempted_steps=jnp.asarray(0, jnp.int32),
             ema=owned_copy(_to_float32(floats)) if ema else None,
+            residual=compression.init(params, workers) if compression else None,
         )
 
     def with_params(self, params: PyTree) -> "TrainState":
@@ -109,13 +118,7 @@ class TrainState:
         Raises:
           TypeError: if they differ from those before in structure or a shape.
         """
-
-        def cast(new, old):
-            return new.astype(old.dtype) if is_float(new) and is_float(old) else new
-
-        params = of_same_types(
-            jax.tree.map(cast, owned_copy(params), self.params), self.params
-        )
+        params = of_same_types(cast_like(owned_copy(params), self.params), self.params)
         ema = self.ema
         if ema is not None:
             ema = owned_copy(_to_float32(float_leaves(params)))

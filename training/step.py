@@ -6,7 +6,8 @@ The order, and why:
    respect to the fp32 master weights. The loss function casts them at each use.
 2. Gradients are unscaled and added up over micro-batches in fp32, weighted by what each
    counts (tokens). The scale does not change inside this window.
-3. They are summed over the devices of the data axes in fp32.
+3. They are summed over the devices of the data axes in fp32, or what a compression
+   leaves of them is.
 4. They are checked. An inf or NaN outlives the steps before, so one check of the result
    speaks for scaled and unscaled values, all micro-batches and all devices alike.
 5. The norm is taken and the gradient clipped: of unscaled values, so that the threshold
@@ -26,8 +27,10 @@ import jax.numpy as jnp
 import optax
 
 from .clip import ClipRule, clip_by_norm, clip_by_rules, global_norm
+from .compression import Compression
 from .leaves import (
     PyTree,
+    cast_like,
     finite_by_leaf,
     float_leaves,
     is_float,
@@ -58,6 +61,7 @@ def make_train_step(
     weight_fn: Callable[[PyTree], jax.Array] | None = None,
     ema_decay: float | None = None,
     axis_names: str | tuple[str, ...] = (),
+    compression: Compression | None = None,
     monitor: Monitor | None = None,
     donate: bool = True,
 ) -> StepFn:
@@ -88,6 +92,9 @@ def make_train_step(
         over other axes, and the optimizer's state along with them; the verdict and the
         norm are still global. Under plain jit with sharded arrays leave it empty:
         values there are global already.
+      compression: what a device sends of its gradients to the others on these axes, for
+        states created with it. It takes the place of `policy.reduce`. The specs of
+        `jax.shard_map` split `state.residual` over these axes.
       monitor: what else is measured, now and then.
       donate: reuse the buffers of the state passed in, which is gone afterwards.
 
@@ -100,7 +107,8 @@ def make_train_step(
 
     Raises:
       ValueError: for an option out of its range; by the call, for a batch that does not
-        divide into micro-batches, or an average without its decay.
+        divide into micro-batches, or an average without its decay or a residual
+        without its compression.
       TypeError: by the call, for parameters of another dtype than `policy.params`, a
         loss function that returns something else, or a state that changes its type.
 
@@ -120,12 +128,18 @@ def make_train_step(
             "make_train_step: ema_decay must be at least 0 and below 1; "
             f"got {ema_decay}."
         )
+    if compression is not None and not axis_names:
+        raise ValueError(
+            "make_train_step: compression is of what is sent over the axes of the data "
+            "inside jax.shard_map; got no axis_names. Name them."
+        )
     loss_scale = loss_scale or policy.default_loss_scale()
     optimizer = optax.with_extra_args_support(optimizer)
     axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
 
     def step(state: TrainState, batch: PyTree):
         _check_params(state, policy, ema_decay)
+        _check_residual(state, compression, axes)
         window = accumulate(
             loss_fn,
             policy,
@@ -135,6 +149,7 @@ def make_train_step(
             micro_batches,
             weight_fn,
             axes,
+            compression,
         )
         grads, loss = window.grads, window.loss
         finite_leaves = finite_by_leaf(grads)
@@ -154,19 +169,21 @@ def make_train_step(
             floats = float_leaves(state.params)
             # What is updated is the master weight, whatever its dtype.
             cast = jax.tree.map(lambda g, p: g.astype(p.dtype), clipped, floats)
-            # optax mixes integers and floats, which strict promotion forbids.
+            # optax mixes integers and floats, which strict promotion forbids. Of a rate
+            # that is an array, updates and traces take the dtype.
             with jax.numpy_dtype_promotion("standard"):
                 updates, opt_state = optimizer.update(
                     cast, state.opt_state, floats, value=loss
                 )
-            floats = optax.apply_updates(floats, updates)
+                floats = optax.apply_updates(floats, updates)
             updated = replace(
                 state,
                 params=merge(floats, state.params),
-                opt_state=opt_state,
+                opt_state=cast_like(opt_state, state.opt_state),
                 model_state=window.model_state,
                 ema=_average(state.ema, floats, ema_decay),
                 step=state.step + 1,
+                residual=window.residual,
             )
             return of_same_types(_written(updated), before)
 
@@ -208,7 +225,7 @@ def make_train_step(
 
 def _written(state: TrainState) -> dict[str, PyTree]:
     """What a step writes and a skip leaves alone, by name: errors speak of it."""
-    names = ("params", "opt_state", "model_state", "ema", "step")
+    names = ("params", "opt_state", "model_state", "ema", "step", "residual")
     return {name: getattr(state, name) for name in names}
 
 
@@ -236,6 +253,25 @@ def _check_params(state: TrainState, policy: Policy, ema_decay: float | None) ->
             f"got ema_decay={ema_decay} and a state "
             f"{'without' if state.ema is None else 'with'} an average."
         )
+
+
+def _check_residual(
+    state: TrainState, compression: Compression | None, axes: tuple[str, ...]
+) -> None:
+    if (state.residual is None) != (compression is None):
+        raise ValueError(
+            "train step: compression goes with TrainState.create(..., compression=, "
+            f"workers=); got compression={compression} and a state "
+            f"{'without' if state.residual is None else 'with'} residuals."
+        )
+    for leaf in jax.tree.leaves(state.residual):
+        if leaf.shape[0] != 1:
+            raise ValueError(
+                "train step: each device must have one residual; got "
+                f"{leaf.shape[0]}. Create the state with as many workers as there are "
+                f"devices on {axes}, and split state.residual over them in the specs "
+                "of jax.shard_map."
+            )
 
 
 def nonfinite_paths(params: Any, finite_leaves: Any) -> tuple[str, ...]:

@@ -63,10 +63,11 @@ def make_task(config: Config) -> Task:
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer with its schedule over `steps` updates."""
-    warmup = min(config.warmup_steps, steps - 1)
     if config.schedule == "cosine":
+        warmup = min(config.warmup_steps, steps - 1)
         rest = optax.cosine_decay_schedule(config.learning_rate, steps - warmup)
-    else:
+    else:  # which does not depend on the steps, so that a run can be made longer
+        warmup = config.warmup_steps
         rest = optax.constant_schedule(config.learning_rate)
     rise = optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1))
     # The first update already has a rate above zero.

@@ -1,6 +1,5 @@
 """From a configuration to a trained model and a folder that says how it went."""
 
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ class Outcome:
       sample: text that the model wrote, or None.
       state: the last state.
       stopped: the name of the signal that stopped it, or None.
-      plotted: whether curves could be drawn, for which matplotlib is needed.
+      not_plotted: why no curves were drawn, or None.
     """
 
     folder: Path
@@ -44,7 +43,7 @@ class Outcome:
     sample: str | None
     state: TrainState
     stopped: str | None
-    plotted: bool
+    not_plotted: str | None
 
 
 def train(config: Config, console: Console, again: Path | None = None) -> Outcome:
@@ -148,14 +147,13 @@ class _Run:
         try:
             state, task, stopped = self._fit(state, batches, rows, log)
         except BaseException:
-            # The error says more than that the curves could not be drawn either.
-            with contextlib.suppress(OSError):
-                self._plot(rows, log)
+            self._plot(rows, log)
             raise
         finally:
             if log is not None:
                 log.close()
-        plotted = self._plot(rows, log)
+        self._folder.flush()
+        not_plotted = self._plot(rows, log)
         results, sample = {}, None
         if stopped is None:
             results = task.evaluate(state.eval_params, state.model_state)
@@ -168,7 +166,7 @@ class _Run:
             if task.sample is not None:
                 sample = task.sample(state.eval_params, state.model_state)
             self._folder.write_json("results.json", results | {"sample": sample})
-        return Outcome(self._folder.path, results, sample, state, stopped, plotted)
+        return Outcome(self._folder.path, results, sample, state, stopped, not_plotted)
 
     def _fit(
         self,
@@ -242,8 +240,8 @@ class _Run:
         except ValueError as e:  # a pattern that matches nothing
             raise ConfigError(f"monitor: {e}") from e
 
-    def _plot(self, rows: list[dict[str, Any]], log: MonitorLog | None) -> bool:
-        """Whether there are pictures; without matplotlib there are none."""
+    def _plot(self, rows: list[dict[str, Any]], log: MonitorLog | None) -> str | None:
+        """Draws pictures. Why there are none, if so: no reason to lose the run."""
         path = self._folder.path
         try:
             if rows:
@@ -251,8 +249,10 @@ class _Run:
             if log is not None:
                 log.plot(path / "monitor.png", self._title)
         except ImportError:
-            return False
-        return True
+            return "matplotlib is missing; install it: pip install 'opsnn-jax[plot]'"
+        except OSError as e:
+            return f"cannot write to {path}: {e.strerror}"
+        return None
 
 
 class _Rate:
@@ -280,6 +280,6 @@ def _what_is_kept(error: Exception, folder: RunFolder, checkpoints: Checkpoints)
     then = (
         f"make room and go on from step {step} with --resume {folder.path}"
         if step is not None
-        else "there is no checkpoint yet to go on from"
+        else "make room and begin anew, for there is no checkpoint yet to go on from"
     )
     return f"training stopped: {why}; {then}."

@@ -3,7 +3,8 @@
 Each micro-batch is differentiated at the scale of the whole window, unscaled, weighted
 by what it counts (tokens) and added up in `policy.accumulate`. The sums are then added
 over the devices of the data axes in `policy.reduce`. Both are fp32 unless told
-otherwise.
+otherwise. With a compression, each device's sum is compressed once, after its last
+micro-batch, and what is sent is added up in fp32.
 """
 
 import functools
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .compression import Compression
 from .leaves import (
     PyTree,
     float_leaves,
@@ -39,6 +41,7 @@ class Window(NamedTuple):
     loss: jax.Array  # fp32, unscaled, weighted mean
     model_state: PyTree
     metrics: dict[str, jax.Array]  # fp32, weighted means
+    residual: PyTree  # what a compression did not send, of the mean
 
 
 def accumulate(
@@ -50,6 +53,7 @@ def accumulate(
     micro_batches: int,
     weight_fn: Callable[[PyTree], jax.Array] | None,
     axes: tuple[str, ...],
+    compression: Compression | None = None,
 ) -> Window:
     """The window of one step; its arguments are those of `make_train_step`."""
     # Inside shard_map JAX would sum a replicated parameter's gradient over the mesh
@@ -116,16 +120,24 @@ def accumulate(
         terms = jax.tree.map(lambda x: x.sum(0), terms)
 
     if axes:
-        to_reduce = jax.tree.map(lambda x: x.astype(policy.reduce), grad_sum)
-        grad_sum, terms = jax.lax.psum((to_reduce, terms), axes)
+        if compression is None:
+            to_reduce = jax.tree.map(lambda x: x.astype(policy.reduce), grad_sum)
+            grad_sum = jax.lax.psum(to_reduce, axes)
+        terms = jax.lax.psum(terms, axes)
         model_state = jax.tree.map(lambda x: _replicated(x, axes), model_state)
     *means, weight = terms
     # A window that counts nothing has gradient zero, not 0/0.
     weight = jnp.where(weight > 0, weight, 1.0)
+    residual = state.residual
+    if compression is not None:
+        # The sum is not divided yet, the residual is.
+        owed = jax.tree.map(lambda x: x * weight, residual)
+        grad_sum, owed = compression.reduce(owed, grad_sum, axes)
+        residual = jax.tree.map(lambda x: x / weight, owed)
     grads, loss, metrics = jax.tree.map(
         lambda x: x.astype(jnp.float32) / weight, (grad_sum, *means)
     )
-    return Window(grads, loss, model_state, metrics)
+    return Window(grads, loss, model_state, metrics, residual)
 
 
 def _returned(returned: Any) -> tuple[jax.Array, PyTree, dict]:

@@ -35,6 +35,7 @@ _WINDOW = "tests/training/test_window.py::"
 _LOOP = "tests/training/test_loop.py::"
 _CHECKPOINT = "tests/training/test_checkpoint.py::"
 _SHARDING = "tests/training/test_sharding.py::"
+_COMPRESSION = "tests/training/test_compression.py::"
 
 CONV = (
     Mutant(
@@ -678,6 +679,47 @@ STEP = (
     ),
 )
 
+COMPRESSION = (
+    Mutant(
+        "compression-of-signed-values",
+        "training/compression.py",
+        "jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)",
+        "jnp.where(jnp.isfinite(x), x, jnp.inf)",
+        (_COMPRESSION + "test_top_k_keeps_the_largest_and_the_first_of_equals",),
+    ),
+    Mutant(
+        "compression-forgets-the-rest",
+        "training/compression.py",
+        "return sent, x - self.decode(sent, x.shape)",
+        "return sent, jnp.zeros_like(x)",
+        (_COMPRESSION + "test_late_gradients_come_and_each_worker_owes_its_own",),
+    ),
+    Mutant(
+        "compression-hides-an-overflow",
+        "training/compression.py",
+        "scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)",
+        "scale = jnp.where(jnp.isfinite(largest), scale, 1.0)",
+        (_COMPRESSION + "test_what_is_not_finite_is_never_hidden",),
+    ),
+    Mutant(
+        "compression-residual-moves-on-a-skip",
+        "training/step.py",
+        "**select(finite, after, before),",
+        "**select(finite, after, before) | {'residual': window.residual},",
+        (_COMPRESSION + "test_overflow_on_one_worker_leaves_no_trace",),
+    ),
+    Mutant(
+        "compression-residual-of-the-sum",
+        "training/window.py",
+        "jax.tree.map(lambda x: x / weight, owed)",
+        "jax.tree.map(lambda x: x, owed)",
+        (
+            _COMPRESSION
+            + "test_parameters_that_are_split_are_compressed_where_they_lie",
+        ),
+    ),
+)
+
 CHECK = (
     Mutant(
         "compare-one-sided",
@@ -740,6 +782,37 @@ RUNS = (
         "kept = {*range(len(checkpoints))[-self.last :], *scored[: self.best]}",
         "kept = {*scored[: self.best]} or {len(checkpoints) - 1}",
         (_CHECKPOINT + "test_the_best_and_the_last_are_kept",),
+    ),
+    Mutant(
+        "checkpoint-forgotten-once-another-failed",
+        "training/checkpoint.py",
+        "            self._manager.reload()\n",
+        "            self._manager.all_steps()\n",
+        (_CHECKPOINT + "test_save_that_fails_in_the_background_leaves_the_one_before",),
+    ),
+    Mutant(
+        "checkpoint-begun-without-room",
+        "training/checkpoint.py",
+        "if free < needed:",
+        "if needed < 0:",
+        (_CHECKPOINT + "test_no_room_is_known_before_anything_is_written",),
+    ),
+    Mutant(
+        "run-rows-lost-on-a-full-disk",
+        "training/report.py",
+        "self._waiting[self._file.write(self._waiting) :]",
+        'b"" if self._file.write(self._waiting) else self._waiting',
+        ("tests/training/test_report.py::test_rows_that_find_no_room_wait",),
+    ),
+    Mutant(
+        "run-refused-for-another-monitor",
+        "training/config.py",
+        'del settings["optimization"]["stop_after_skips"], settings["monitor"]',
+        'del settings["optimization"]["stop_after_skips"]',
+        (
+            "tests/training/test_trainer.py::"
+            "test_what_is_measured_may_change_when_a_run_goes_on",
+        ),
     ),
     Mutant(
         "run-data-begins-anew",
@@ -813,6 +886,7 @@ MUTANTS = (
     *MODULES,
     *LOSS_SCALE,
     *STEP,
+    *COMPRESSION,
     *RUNS,
     *CHECK,
 )

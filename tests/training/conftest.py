@@ -41,7 +41,7 @@ def weights_only(monkeypatch, quick_compilation):
             return loss, (model_state, {"accuracy": loss})
 
         return Task(
-            params={"w": jnp.ones(3)},
+            params=weights_only.params,
             model_state=(),
             loss_fn=loss_fn,
             batches=BatchStream(
@@ -53,7 +53,9 @@ def weights_only(monkeypatch, quick_compilation):
             evaluate=lambda params, model_state: weights_only.evaluate(),
         )
 
-    weights_only = types.SimpleNamespace(batch_at=lambda k: 1.0, evaluate=dict)
+    weights_only = types.SimpleNamespace(
+        batch_at=lambda k: 1.0, evaluate=dict, params={"w": jnp.ones(3)}
+    )
     monkeypatch.setattr(trainer, "make_task", make_task)
     return weights_only
 

@@ -1,9 +1,16 @@
 """Checkpoints: the same bits after a restart, nothing cast, nothing half written."""
 
+import contextlib
 import dataclasses
+import errno
+import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import types
+import unittest.mock
 
 import chex
 import jax
@@ -44,7 +51,7 @@ def straight(tmp_path_factory):
 
 @pytest.mark.parametrize("first", [1, 7, 11])
 def test_restored_run_ends_in_the_same_bits(tmp_path, straight, first):
-    # E11, metaseq#3: scale, counters, schedule, average, data position are all saved.
+    # metaseq#3: scale, counters, schedule, average, data position are all saved.
     killed_run.run(tmp_path, first, save_every=None)
     assert_same_bits(killed_run.run(tmp_path, 12, save_every=None), straight)
 
@@ -221,6 +228,75 @@ def test_failed_save_leaves_the_one_before(tmp_path):
         assert checkpoints.restore(state).step == 1
 
 
+@contextlib.contextmanager
+def no_file_beyond(size):
+    """As a full disk, which needs another user's rights to make: EFBIG for ENOSPC."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_save_that_fails_in_the_background_leaves_the_one_before(key, tmp_path):
+    # orbax counts what a save would have replaced as gone, whether or not it came.
+    state = {"w": jax.random.normal(key, (50_000,))}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        with (
+            no_file_beyond(20_000),
+            pytest.raises(CheckpointError, match="cannot write to .*: File too large"),
+        ):
+            checkpoints.save(2, state)
+            checkpoints.wait()
+        assert checkpoints.latest == 1
+        assert_same_bits(checkpoints.restore(state).state, state)
+        checkpoints.save(3, state)
+        checkpoints.wait()
+        assert checkpoints.steps == (3,)
+
+
+def test_errors_at_the_end_are_errors_of_checkpoints(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        with Checkpoints(tmp_path) as checkpoints:
+            close = checkpoints._manager.close
+            monkeypatch.setattr(
+                checkpoints._manager, "close", unittest.mock.Mock(side_effect=full)
+            )
+    close()
+    # The error on its way is the one that is seen.
+    with pytest.raises(ZeroDivisionError):
+        with Checkpoints(tmp_path) as checkpoints:
+            close = checkpoints._manager.close
+            monkeypatch.setattr(
+                checkpoints._manager, "close", unittest.mock.Mock(side_effect=full)
+            )
+            _ = 1 / 0
+    close()
+
+
+def test_no_room_is_known_before_anything_is_written(tmp_path, monkeypatch):
+    state = {"w": jnp.ones(100_000), "b": jnp.ones(3)}
+    with Checkpoints(tmp_path) as checkpoints:
+        for free, fits in ((490_000, False), (510_000, True)):
+            usage = types.SimpleNamespace(free=free)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _, u=usage: u)
+            if fits:
+                checkpoints.save(1, state)
+                continue
+            with pytest.raises(
+                CheckpointError,
+                match=r"left on device: a checkpoint takes 0.5 MB, 0.5 MB are free\.",
+            ):
+                checkpoints.save(1, state)
+            assert not list(tmp_path.iterdir())
+    written = sum(f.stat().st_blocks * 512 for f in tmp_path.rglob("*"))
+    assert written < 510_000
+
+
 def test_damaged_checkpoint_is_an_error_that_says_what_to_delete(tmp_path):
     state = {"w": jnp.ones(2)}
     with Checkpoints(tmp_path, keep_last=2) as checkpoints:
@@ -301,7 +377,7 @@ def test_arrays_come_back_to_their_devices(tmp_path):
 
 
 def test_loaded_parameters_become_the_master_weights():
-    # E14: weights loaded into a running state, half ones too, are where it goes on.
+    # Weights loaded into a running state, half ones too, are where it goes on.
     state = whole(1)
     loaded = {**state.params, "block": {"w": jnp.full((3, 4), 3, "bfloat16")}}
     loaded["block"]["none"] = None
@@ -320,3 +396,5 @@ def test_loaded_parameters_become_the_master_weights():
     assert float(after.params["block"]["w"][0, 0]) == 3.0
     with pytest.raises(TypeError, match="must stay float32"):
         state.with_params({**state.params, "block": {"w": jnp.ones(2), "none": None}})
+    with pytest.raises(TypeError, match="it lost block/w"):
+        state.with_params({**state.params, "block": {"none": None}})

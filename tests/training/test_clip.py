@@ -1,6 +1,7 @@
 """Norms without overflow, and clipping of unscaled gradients."""
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from opsnn_jax.training.clip import ClipRule, clip_by_rules
 @pytest.mark.parametrize(
     "tree, expected",
     [
-        # E09 and pytorch#46849: norms that overflow on the way though they are finite.
+        # pytorch#46849: norms that overflow on the way though they are finite.
         ([jnp.full(1000, 300.0, jnp.float16)], 300.0 * 1000**0.5),
         ([jnp.full(4, 1e20)], 2e20),
         ([jnp.full(4, 1e-30)], 2e-30),
@@ -43,6 +44,22 @@ def test_within_the_bound_nothing_changes():
     chex.assert_trees_all_equal(clip_by_norm(tree, 1.0, global_norm(tree)), tree)
 
 
+def test_leaves_that_are_not_floating_pass_untouched():
+    # tensorflow#27655: gradients hold None for what is frozen, float0 for integers.
+    float0 = np.zeros((2,), jax.dtypes.float0)
+    tree = {"w": jnp.full(4, 2.0), "n": jnp.int32(7), "none": None, "f0": float0}
+    tree["key"] = jax.random.key(0)
+    norm = global_norm(tree)
+    assert float(norm) == 4.0
+    for clipped in (
+        clip_by_norm(tree, 1.0, norm),
+        clip_by_rules(tree, [ClipRule("w", 1.0)]),
+    ):
+        assert jax.tree.structure(clipped) == jax.tree.structure(tree)
+        np.testing.assert_array_equal(clipped["w"], jnp.full(4, 0.5))
+        assert all(clipped[name] is tree[name] for name in ("n", "f0", "key"))
+
+
 def test_infinite_norm_makes_zeros_of_what_is_finite():
     (clipped,) = clip_by_norm([jnp.asarray([jnp.inf, 1.0])], 1.0, jnp.asarray(jnp.inf))
     np.testing.assert_array_equal(clipped, [np.nan, 0.0])
@@ -57,7 +74,7 @@ def test_clipped_to_the_bound(size):
 
 @pytest.mark.parametrize("scale", [2.0**k for k in range(0, 21, 5)])
 def test_clipping_does_not_depend_on_the_scale(scale):
-    # E08: clipped before unscaling, the bound is as many times too small.
+    # Clipped before unscaling, the bound is as many times too small.
     config = StaticLossScale(scale)
     grads = config.unscale(config.init(), [jnp.asarray([0.3, 0.4]) * scale])
     clipped = clip_by_norm(grads, 1.0, global_norm(grads))

@@ -153,7 +153,7 @@ def test_examples_are_valid(name, request):
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("warmup, steps", [(0, 1), (0, 2), (1, 1), (3, 3), (9, 4)])
 def test_rates_are_finite_however_short_the_run(schedule, warmup, steps):
-    # F10, optax#1403: an interval of length zero gave a rate of NaN.
+    # optax#1403: an interval of length zero gave a rate of NaN.
     config = OptimizerConfig(
         name="sgd",
         learning_rate=0.5,

@@ -75,7 +75,7 @@ def test_defaults_and_default_state():
 
 
 def test_growth_stops_at_the_ceiling_and_comes_back():
-    # E01, flax#2547 and pytorch#98828: doubling to inf, from which nothing returns.
+    # flax#2547 and pytorch#98828: doubling to inf, from which nothing returns.
     config = DynamicLossScale(growth=2.0**10, growth_interval=1, max=2.0**126)
     scales, _ = run(config, "F" * 200 + "O", jax.jit(config.adjust))
     assert max(scales) == 2.0**126
@@ -100,7 +100,7 @@ def test_counters_of_skips():
     "given", [2**15, 2.0**15, np.float16(2**15), np.float64(2**15)]
 )
 def test_state_is_strong_fp32_whatever_the_type_of_the_initial_scale(given):
-    # E03, jmp#47: an fp16 scale overflows and breaks the adjustment.
+    # jmp#47: an fp16 scale overflows and breaks the adjustment.
     config = DynamicLossScale(initial=given)
     state = config.init()
     for after in (state, config.adjust(state, jnp.asarray(True))):
@@ -129,7 +129,7 @@ def test_state_maps_to_any_leaf():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_scaled_loss_is_fp32(dtype):
-    # E04: 3 * 2**15 is inf in fp16.
+    # 3 * 2**15 is inf in fp16.
     config = DynamicLossScale()
     scaled = config.scale(config.init(), jnp.asarray(3.0, dtype))
     assert scaled.dtype == jnp.float32
@@ -146,7 +146,7 @@ def test_unscaled_gradients_are_fp32(dtype):
 
 @pytest.mark.parametrize("pattern", ["FFFFFF", "FFOFFO"])
 def test_unscaling_uses_the_scale_of_the_same_step(pattern):
-    # E07: with the scale of the next step gradients are off by two at each change.
+    # With the scale of the next step gradients are off by two at each change.
     config = DynamicLossScale(initial=8, growth_interval=1)
     state = config.init()
     for verdict in pattern:
@@ -156,7 +156,7 @@ def test_unscaling_uses_the_scale_of_the_same_step(pattern):
 
 
 def test_leaves_that_are_not_floating_pass_untouched():
-    # E17: integers, keys, None and float0 break other scalers.
+    # Integers, keys, None and float0 break other scalers.
     float0 = np.zeros((2,), jax.dtypes.float0)
     key = jax.random.key(0)
     tree = {"w": jnp.ones(3), "n": jnp.int32(7), "none": None, "key": key, "f0": float0}

@@ -1,5 +1,8 @@
 """Monitors: what they measure, when, and that the host need not wait for them."""
 
+import dataclasses
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +88,41 @@ def test_measures_are_those_of_each_parameter():
     assert first["condition"].shape == (1,) and first["condition"][0] > 1e6
     assert not any(second[name].any() for name in second)
     assert third["update_ratio"][1] > 0
+
+
+@pytest.mark.optimized
+def test_measuring_changes_no_bit(key):
+    def loss_fn(params, mean, batch, rng):
+        hidden = jnp.tanh(batch @ params["w"])
+        y = hidden @ params["v"]
+        return jnp.square(y - 1.0).mean(), (0.9 * mean + 0.1 * hidden.mean(0), {})
+
+    keys = jax.random.split(key, 3)
+    params = {
+        "w": jax.random.normal(keys[0], (7, 33)),
+        "v": jax.random.normal(keys[1], (33, 3)),
+    }
+    batch = jax.random.normal(keys[2], (12, 7))
+    optimizer = optax.adamw(1e-2)
+    ends = []
+    for monitor in (None, Monitor(every=2, condition=("w", "v")), Monitor(every=1)):
+        state = TrainState.create(
+            params, optimizer, policy=FP32, model_state=jnp.zeros(33), ema=True
+        )
+        step = make_train_step(
+            loss_fn,
+            optimizer,
+            policy=FP32,
+            clip_norm=0.1,
+            micro_batches=3,
+            ema_decay=0.9,
+            monitor=monitor,
+        )
+        for _ in range(8):
+            state, _ = step(state, batch)
+        ends.append(dataclasses.replace(state, rng=None))
+    chex.assert_trees_all_equal(ends[1], ends[0])
+    chex.assert_trees_all_equal(ends[2], ends[0])
 
 
 def test_skipped_step_shows_what_was_not_finite():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import flax.linen as linen
@@ -104,7 +105,7 @@ def written(state):
 
 
 def test_fp16_overflow_leaves_everything_bitwise_unchanged(key):
-    # F8 and pytorch#88474: others put back the parameters, yet not batch statistics.
+    # pytorch#88474: others put back the parameters, yet not batch statistics.
     loss_fn, params, stats, batch = cnn(FP16, key)
     optimizer = optax.adamw(1e-3)
     make = {"policy": FP16, "loss_scale": DynamicLossScale(initial=2.0**10)}
@@ -131,7 +132,7 @@ def test_fp16_overflow_leaves_everything_bitwise_unchanged(key):
     [("float32", jnp.nan), ("mixed_bfloat16", jnp.inf), ("mixed_float16", -jnp.inf)],
 )
 def test_bad_batches_are_as_if_never_seen(key, bad, policy):
-    # E06 and DeepSpeed#4512: an inf in bf16 or fp32 kills moments and weights as well.
+    # DeepSpeed#4512: an inf in bf16 or fp32 kills moments and weights as well.
     policy = Policy.parse(policy)
     loss_fn, params, stats, batch = mlp(policy, key)
     optimizer = optax.adam(1e-2)
@@ -198,7 +199,7 @@ def test_any_power_of_two_schedule_leaves_fp32_bitwise_unchanged(
 
 
 def test_reports_the_unscaled_loss_whatever_the_scale():
-    # F3: recovered as scaled/scale it would be inf.
+    # Recovered as scaled/scale it would be inf.
     scale = StaticLossScale(2.0**126)
     optimizer = optax.sgd(0.0)
     state = TrainState.create(
@@ -211,7 +212,7 @@ def test_reports_the_unscaled_loss_whatever_the_scale():
 
 
 def test_fp16_loss_is_reported_and_overflow_judged_on_gradients():
-    # E04: fp16 weights; the loss times the scale would be inf in fp16.
+    # fp16 weights; the loss times the scale would be inf in fp16.
     policy = Policy.parse("params=float16,compute=float16,output=float16")
 
     def loss_fn(params, model_state, batch, rng):
@@ -249,7 +250,7 @@ def test_gradient_that_only_overflows_unscaled_is_caught():
 
 
 def test_norm_beyond_fp32_is_a_skip_and_not_a_zero_update():
-    # E09: clipping by an infinite norm silently trains nothing.
+    # Clipping by an infinite norm silently trains nothing.
     def loss_fn(params, model_state, batch, rng):
         return (batch["g"] * params["w"]).sum(), (model_state, {})
 
@@ -262,7 +263,7 @@ def test_norm_beyond_fp32_is_a_skip_and_not_a_zero_update():
 
 
 def test_optimizer_that_makes_a_nan_is_skipped():
-    # F10, optax#1403: a schedule that returns NaN must not reach the parameters.
+    # optax#1403: a schedule that returns NaN must not reach the parameters.
     optimizer = optax.sgd(lambda count: jnp.where(count == 1, jnp.nan, 0.5))
     state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
     step = make_train_step(linear, optimizer, policy=FP32)
@@ -282,7 +283,7 @@ def test_state_that_begins_infinite_is_no_fault():
 
 
 def test_clip_after_unscale():
-    # E08: at scale 65536, clipped before, the update would be 1e-5 of this.
+    # At scale 65536, clipped before, the update would be 1e-5 of this.
     scale = StaticLossScale(65536.0)
     optimizer = optax.sgd(1.0)
     state = TrainState.create(
@@ -298,7 +299,7 @@ def test_clip_after_unscale():
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_traced_once(policy):
-    # F2, J4: weakly typed scalars in the first state have others trace twice.
+    # Weakly typed scalars in the first state have others trace twice.
     policy = Policy.parse(policy)
 
     def loss_fn(params, mean, batch, rng):
@@ -344,35 +345,35 @@ def test_state_shares_no_buffer_and_can_be_donated():
     assert float(weights.sum()) == 3.0
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.adam(1e-3),
-        optax.adamw(np.float64(1e-3)),
-        optax.adam(jnp.float32(1e-3)),
-        optax.amsgrad(1e-3),
-        optax.adabelief(1e-3),
-        optax.nadam(1e-3),
-        optax.rmsprop(1e-3),
-        optax.adafactor(1e-3),
-        optax.lion(1e-3),
-        optax.lamb(1e-3),
-        optax.yogi(1e-3),
-        optax.radam(1e-3),
-        optax.adagrad(1e-3),
-        optax.contrib.muon(1e-3),
-        optax.sgd(1e-3, momentum=0.9, nesterov=True),
-        # Mixes an int32 count and a float in `init` already.
-        optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(1e-3, 9)),
-        optax.MultiSteps(optax.sgd(1e-3), 1).gradient_transformation(),
-        optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-1e-3)),
-        optax.noisy_sgd(1e-3, key=jax.random.key(0)),
-    ],
-)
+OPTIMIZERS = [
+    optax.adam(1e-3),
+    optax.adamw(np.float64(1e-3)),
+    optax.adam(jnp.float32(1e-3)),
+    optax.amsgrad(1e-3),
+    optax.adabelief(1e-3),
+    optax.nadam(1e-3),
+    optax.rmsprop(1e-3),
+    optax.adafactor(1e-3),
+    optax.lion(1e-3),
+    optax.lamb(1e-3),
+    optax.yogi(1e-3),
+    optax.radam(1e-3),
+    optax.adagrad(1e-3),
+    optax.contrib.muon(1e-3),
+    optax.sgd(1e-3, momentum=0.9, nesterov=True),
+    # Mixes an int32 count and a float in `init` already.
+    optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(1e-3, 9)),
+    optax.MultiSteps(optax.sgd(1e-3), 1).gradient_transformation(),
+    optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-1e-3)),
+    optax.noisy_sgd(1e-3, key=jax.random.key(0)),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_optimizer_keeps_its_state_in_fp32_and_its_types(
     key, optimizer, quick_compilation
 ):
-    # E16, F11, optax#1754: NaN on zero gradients, moments in half, changing dtypes.
+    # optax#1754: NaN on zero gradients, moments in half, changing dtypes.
     loss_fn = functools.partial(_two_layers, FP16)
     params = {
         "used": jax.random.normal(key, (4, 4)),
@@ -392,6 +393,61 @@ def test_any_optimizer_keeps_its_state_in_fp32_and_its_types(
     assert int(new.params["n"]) == 3 and new.params["frozen"] is None
 
 
+def types(state):
+    return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(state)]
+
+
+def before_and_after(optimizer, dtype):
+    """The types of a state and of the next one, which nothing is computed for."""
+    policy = Policy(params=dtype, compute=dtype)
+
+    def begin():
+        params = {"used": jnp.ones((4, 4)), "dead": jnp.ones((4, 4)), "none": None}
+        return TrainState.create(params, optimizer, policy=policy)
+
+    step = make_train_step(
+        functools.partial(_two_layers, policy), optimizer, policy=policy, donate=False
+    )
+    state = jax.eval_shape(begin)
+    new, _ = jax.eval_shape(step, state, {"x": jnp.ones((2, 4))})
+    return types(state), types(new)
+
+
+def test_x64_changes_no_type_of_any_optimizer():
+    # optax#1207: a state whose types change has a scan fail and a step traced anew.
+    for optimizer in OPTIMIZERS:
+        with jax.enable_x64(True):
+            before, after = before_and_after(optimizer, "float32")
+        assert after == before
+
+
+RATES = [
+    1e-3,
+    np.float32(1e-3),
+    np.float64(1e-3),
+    jnp.float32(1e-3),
+    jnp.asarray(1e-3, "bfloat16"),
+    np.asarray(1e-3, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_keeps_its_types_whatever_type_the_rate_has(dtype, x64):
+    # optax#1405: with a rate that is no Python number, updates take its dtype; here
+    # traces do as well, where momentum comes after the rate.
+    makes = [
+        optax.adam,
+        functools.partial(optax.sgd, momentum=0.9),
+        functools.partial(optax.rmsprop, momentum=0.9),
+        optax.lars,
+    ]
+    for make, rate in itertools.product(makes, RATES):
+        with jax.enable_x64(x64):
+            before, after = before_and_after(make(rate), dtype)
+        assert after == before
+
+
 def _two_layers(policy, params, model_state, batch, rng):
     y = policy.cast_to_compute(batch["x"]) @ policy.cast_to_compute(params["used"])
     y = y * 0 @ policy.cast_to_compute(params["dead"]) * 0 + y
@@ -399,7 +455,7 @@ def _two_layers(policy, params, model_state, batch, rng):
 
 
 def test_master_weights_take_updates_that_half_precision_loses():
-    # E12: 256 in bf16 with updates of 0.5 stays 256 for ever; the master reaches 206.
+    # 256 in bf16 with updates of 0.5 stays 256 for ever; the master reaches 206.
     policy = Policy.parse("mixed_bfloat16")
 
     def loss_fn(params, model_state, batch, rng):
@@ -426,7 +482,7 @@ def test_master_weights_take_updates_that_half_precision_loses():
 def test_moments_and_decay_take_what_half_precision_loses(
     optimizer, start, grad, steps, end
 ):
-    # E12, optax#1552: moments follow half parameters, and b2 = 0.999 is 1 in bf16.
+    # optax#1552: moments follow half parameters, and b2 = 0.999 is 1 in bf16.
     policy = Policy.parse("mixed_bfloat16")
     state = TrainState.create({"w": jnp.float32(start)}, optimizer, policy=policy)
 
@@ -443,7 +499,7 @@ def test_moments_and_decay_take_what_half_precision_loses(
 
 
 def test_ema_is_kept_in_fp32():
-    # E12: in bf16 an average with decay 0.999 never moves from 0 to 0.95.
+    # In bf16 an average with decay 0.999 never moves from 0 to 0.95.
     policy = Policy.parse("mixed_bfloat16")
     optimizer = optax.sgd(0.0)
     state = TrainState.create(

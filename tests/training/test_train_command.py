@@ -8,6 +8,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import types
 
 import numpy as np
 import pytest
@@ -210,36 +211,97 @@ def test_run_that_cannot_be_resumed_is_one_line(run, weights_only):
     assert "stopped before its first checkpoint" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("what", ["metrics", "checkpoints"])
+def test_run_with_a_constant_rate_can_be_made_longer(run, weights_only):
+    weights_only.batch_at = float
+    constant = {"schedule": "constant", "warmup_steps": 8}
+    config = TINY_IMAGES | {"optimizer": constant}
+    assert run(config, "--set", "run.steps=10")[0] == 0
+    folder = run(config)[3] / "images-1"
+    code, _, err, runs = run(config, "--resume", "--set", "run.steps=10")
+    assert (code, err) == (0, "")
+    assert_equal_ends(folder, runs / "images-0")
+    # Of one that falls, the rates until now would have been others.
+    code, _, err, _ = run(TINY_IMAGES)
+    code, _, err, _ = run(TINY_IMAGES, "--resume", "--set", "run.steps=10")
+    assert code == 2
+    assert "run.steps was 6 there and is 10 here." in err and err.count("\n") == 1
+
+
+NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("last", [2, 4, 6])
 def test_disk_that_fills_up_is_one_line_and_loses_nothing(
-    run, weights_only, monkeypatch, what
+    run, weights_only, monkeypatch, last
 ):
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if what == "metrics":
-        real = report.Rows.append
+    """Of checkpoints, there is room for those up to `last`, 0 for none."""
+    weights_only.batch_at = float
+    every = ["--set", "run.save_every=2"]
+    straight = run(TINY_IMAGES, *every)[3] / "images-0"
+    saves = []
 
-        def write(self, rows):
-            if rows[-1]["attempted_steps"] > 4:
-                raise full
-            real(self, rows)
+    def disk_usage(folder):
+        saves.append(1)
+        free = 10**9 if 2 * len(saves) < last else 500
+        return types.SimpleNamespace(free=free)
 
-        monkeypatch.setattr(report.Rows, "append", write)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", disk_usage)
+        code, _, err, runs = run(TINY_IMAGES, *every)
+        folder = runs / "images-1"
+        assert code == 1 and err.count("\n") == 1
+        why = "No space left on device: a checkpoint takes 0.1 MB, 0.0 MB are free; "
+        assert f"cannot write to {folder / 'checkpoints'}: {why}" in err
+        if last == 2:
+            assert "make room and begin anew, for there is no checkpoint yet" in err
+            return
+        go_on = f"make room and go on from step {last - 2} with --resume {folder}.\n"
+        assert err.endswith(go_on)
+        # The rows and the curves are there. A run that goes on too early ends alike.
+        assert len(report.read_rows(folder / "metrics.jsonl")) == last
+        assert (folder / "curves.png").exists()
+        code, _, err, _ = run(TINY_IMAGES, *every, "--resume", str(folder))
+        assert (code, err.count("\n")) == (1, 1) and err.endswith(go_on)
+    assert run(TINY_IMAGES, *every, "--resume", str(folder))[0] == 0
+    assert_equal_ends(folder, straight)
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_rows_wait_for_room_and_the_run_goes_on(run, weights_only, monkeypatch, back):
+    flush, tried = report.Rows.flush, []
+
+    def no_room(self):
+        tried.append(1)
+        if len(tried) > 1 and (len(tried) < 3 or not back):
+            raise NO_ROOM
+        flush(self)
+
+    monkeypatch.setattr(report.Rows, "flush", no_room)
+    code, _, err, runs = run(TINY_IMAGES)
+    rows = report.read_rows(runs / "images-0" / "metrics.jsonl")
+    if back:
+        assert (code, err) == (0, "")
+        assert [row["attempted_steps"] for row in rows] == [1, 2, 3, 4, 5, 6]
     else:
-        real_save = checkpoint.ocp.CheckpointManager.save
+        assert code == 1 and err.count("\n") == 1
+        assert "No space left on device; make room and go on from step 6 with" in err
+        assert len(rows) == 2
 
-        def save(self, step, **options):
-            if step > 4:
-                raise full
-            return real_save(self, step, **options)
 
-        monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", save)
-    code, _, err, runs = run(TINY_IMAGES, "--set", "run.save_every=2")
+def test_picture_that_finds_no_room_costs_nothing_else(run, weights_only, monkeypatch):
+    replace = report.replace_file
+
+    def no_room(path, content):
+        if path.suffix == ".png":
+            raise NO_ROOM
+        replace(path, content)
+
+    monkeypatch.setattr(report, "replace_file", no_room)
+    code, out, err, runs = run(TINY_IMAGES)
+    assert (code, err) == (0, "")
     folder = runs / "images-0"
-    assert code == 1
-    assert "No space left on device; make room and go on from step 4 with" in err
-    assert f"--resume {folder}.\n" in err and err.count("\n") == 1
-    assert len(report.read_rows(folder / "metrics.jsonl")) >= 4
-    monkeypatch.undo()
+    assert f"No curves were drawn: cannot write to {folder}: No space left" in out
+    assert (folder / "results.json").exists()
 
 
 def test_missing_package_is_one_line(monkeypatch, capsys):

@@ -1,7 +1,9 @@
 """What a configuration can add to a run: monitors, phases, rules of precision."""
 
+import errno
 import functools
 import json
+import os
 from dataclasses import replace
 
 import jax
@@ -13,6 +15,7 @@ from flax.nnx import Rngs
 from PIL import Image
 from rich.console import Console
 from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import RecordWriter
 
 from opsnn_jax.models.gpt import GPT
 from opsnn_jax.models.resnet import ResNet
@@ -58,6 +61,65 @@ def test_monitor_goes_to_rows_tensorboard_and_a_picture(run, weights_only):
     options = ["--resume", "--set", "run.steps=4", "--set", "monitor.every=1"]
     assert run(config, *options)[0] == 0
     assert report.read_rows(folder / "monitor.jsonl") == rows
+
+
+@pytest.mark.parametrize("fails, files", [([2], 2), ([1, 2, 3], 3)])
+def test_tensorboard_that_finds_no_room_holds_nothing_up(
+    run, weights_only, monkeypatch, fails, files
+):
+    # The thread of tensorboardX ends at its first error; the loop would wait for it.
+    flush, calls = RecordWriter.flush, []
+
+    def no_room(self):
+        calls.append(1)
+        if len(calls) in fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(self)
+
+    monkeypatch.setattr(RecordWriter, "flush", no_room)
+    code, _, err, runs = run(TINY_IMAGES | {"monitor": {"every": 1}})
+    assert (code, err) == (0, "")
+    folder = runs / "images-0"
+    assert len(report.read_rows(folder / "monitor.jsonl")) == 6
+    assert len(calls) == 3
+    scalars = read_scalars(folder / "tensorboard")
+    assert {step for _, step in scalars} == {1, 2, 3, 4, 5, 6}
+    assert len([*(folder / "tensorboard").iterdir()]) == files
+
+
+WATCHED = {"every": 1, "condition": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (WATCHED, {"every": 2, "condition": ["b"], "iterations": 3}),
+        (WATCHED, {"tensorboard": False}),
+        (WATCHED, None),
+        (None, WATCHED),
+    ],
+)
+def test_what_is_measured_may_change_when_a_run_goes_on(
+    run, weights_only, monkeypatch, send_at, before, after
+):
+    weights_only.batch_at = lambda k: 1.0 + k
+    weights_only.params = {"w": jnp.ones(3), "a": jnp.eye(2), "b": 2.0 * jnp.eye(3)}
+    runs = run(TINY_IMAGES)[3]
+    with monkeypatch.context() as patch:
+        send_at(patch, 3)
+        assert run(TINY_IMAGES | {"monitor": before})[0] == 130
+    code, _, err, _ = run(TINY_IMAGES | {"monitor": after}, "--resume")
+    assert (code, err) == (0, "")
+    straight, resumed = (
+        report.read_rows(runs / f"images-{i}" / "metrics.jsonl") for i in range(2)
+    )
+    assert resumed == straight
+    watched = report.read_rows(runs / "images-1" / "monitor.jsonl")
+    steps = [row["attempted_steps"] for row in watched]
+    every = [after["every"]] if after and "every" in after else [10]
+    done = [1, 2, 3] if before else []
+    assert steps == done + [k for k in (4, 5, 6) if after and (k - 1) % every[0] == 0]
+    assert (runs / "images-1" / "monitor.png").exists() == bool(watched)
 
 
 def test_monitor_of_what_is_not_there_is_one_line(run, weights_only):

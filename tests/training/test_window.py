@@ -25,7 +25,7 @@ def written(state):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_micro_batches_are_summed_in_fp32(dtype):
-    # F04: 4096 ones in bf16 sum to 256; a mean of 1000 of 1.0 and 1.5 must be 1.25.
+    # 4096 ones in bf16 sum to 256; a mean of 1000 of 1.0 and 1.5 must be 1.25.
     optimizer = optax.sgd(1.0)
     state = TrainState.create({"w": jnp.float32(0.0)}, optimizer, policy=FP32)
 
@@ -47,7 +47,7 @@ def masked(params, model_state, batch, rng):
 
 @pytest.mark.parametrize("micro_batches, rows", [(4, 13), (2, 13), (8, 13), (4, 1)])
 def test_ragged_micro_batches_equal_one_batch(key, micro_batches, rows):
-    # F01, transformers#34191: the mean of means is not the mean over the tokens.
+    # transformers#34191: the mean of means is not the mean over the tokens.
     x = jax.random.normal(key, (16, 3))
     mask = (jnp.arange(16) < rows).astype(jnp.float32)
     batch = {"x": x.at[rows:].set(jnp.nan), "mask": mask}
@@ -112,7 +112,7 @@ def test_weight_that_is_nan_is_a_skip_and_a_negative_one_counts_nothing():
 
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_overflow_in_one_micro_batch_skips_the_window_and_leaves_nothing(where):
-    # F02, Paddle#67895: an accumulator keeps the inf, and no window is clean again.
+    # Paddle#67895: an accumulator keeps the inf, and no window is clean again.
     optimizer = optax.adam(0.1)
     state = TrainState.create({"w": jnp.float32(1.0)}, optimizer, policy=FP32)
     step = make_train_step(
@@ -186,7 +186,7 @@ def test_dropout_differs_from_step_to_step_and_repeats_with_the_seed(key):
     "dtype, total", [("float32", 4096.0), ("bfloat16", 256.0), ("float16", 2048.0)]
 )
 def test_accumulator_has_the_dtype_of_the_policy(dtype, total):
-    # F04: what each sum comes to is the proof of the dtype it was kept in.
+    # What each sum comes to is the proof of the dtype it was kept in.
     policy = Policy(accumulate=dtype)
     optimizer = optax.sgd(1.0)
     state = TrainState.create({"w": jnp.float32(0.0)}, optimizer, policy=policy)
