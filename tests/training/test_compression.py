@@ -331,7 +331,7 @@ def test_a_window_is_compressed_once():
         (Half(), {"5x6xbf16", "6xbf16", "bf16"}),
         (OneBit(), {"4xui8", "1xui8", "f32"}),
     ],
-    ids=str,
+    ids=["top-k", "int8", "half", "one bit"],
 )
 def test_only_what_is_encoded_goes_over_the_wire(compression, on_the_wire):
     state = first_state(compression)
