@@ -1,5 +1,6 @@
 """Algorithms that need finite numbers, made safe for others."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -17,21 +18,23 @@ def or_exact(fast: Callable, exact: Callable) -> Callable:
     inputs makes NaN of results that do not even depend on it, and so does a sum that
     overflows on the way. `exact` runs only then.
 
-    Both take the same arrays and give one array. Mapped by vmap, `exact` runs for the
-    whole batch if any result in it is not finite: a choice for each element apart would
-    compute both everywhere.
+    Both take the same arrays and give one array, or a tuple of them. Mapped by vmap,
+    `exact` runs for the whole batch if any result in it is not finite: a choice for
+    each element apart would compute both everywhere.
     """
 
     @custom_vmap
     def run(*arrays):
         y = fast(*arrays)
-        return lax.cond(_all_finite(y), lambda: y, lambda: exact(*arrays))
+        finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves(y)))
+        return lax.cond(finite, lambda: y, lambda: exact(*arrays))
 
     @run.def_vmap
     def _(size, is_mapped, *arrays):
         axes = [0 if mapped else None for mapped in is_mapped]
         each = (jax.vmap(f, axes, axis_size=size) for f in (fast, exact))
-        return or_exact(*each)(*arrays), True
+        y = or_exact(*each)(*arrays)
+        return y, jax.tree.map(lambda _: True, y)
 
     return run
 

@@ -13,6 +13,9 @@ same array.
 
 float32 uses F(4, 3) with full-precision products; bfloat16 uses F(2, 3), whose error
 with multiplicands rounded to bfloat16 is 1.7 times that of one output rounding.
+
+Non-finite inputs: as in `xla.py`, a result that is not finite is computed again
+directly.
 """
 
 import dataclasses
@@ -25,8 +28,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..conv import direct
 from ..conv.epilogue import empty_sum, finish
 from ..conv.spec import ConvSpec
+from ..finite import or_exact
 from ..tiling import LANES, SUBLANES, ceil_div, padded_bytes, result_type, round_up
 from . import xla
 from .transforms import Transform, transform
@@ -58,10 +63,9 @@ def forward(
     """y = activation(conv(x, w) + b + residual)."""
     if spec.is_empty:
         return empty_sum(spec, b, residual)
-    pads = [lo for lo, _ in spec.padding]
-    if b is None:
-        b = jnp.zeros(w.shape[-1], x.dtype)
-    return _correlate(spec, x, w, b, residual, pads, spec.out_spatial, interpret)
+    fast = functools.partial(fast_forward, spec, interpret=interpret)
+    exact = functools.partial(direct.forward, xla.exactly(spec))
+    return or_exact(fast, exact)(*(a for a in (x, w, b, residual) if a is not None))
 
 
 def input_gradient(
@@ -70,11 +74,9 @@ def input_gradient(
     """dx, by the same kernel on dy with the rotated filter."""
     if spec.is_empty:
         return jnp.zeros(spec.x_shape, spec.dtype)
-    rotated = jnp.swapaxes(lax.rev(w, (0, 1)), -1, -2)
-    pads = [2 - lo for lo, _ in spec.padding]
-    b = jnp.zeros(rotated.shape[-1], dy.dtype)
-    spec = dataclasses.replace(spec, activation=None)
-    return _correlate(spec, dy, rotated, b, None, pads, spec.spatial, interpret)
+    fast = functools.partial(fast_input_gradient, spec, interpret=interpret)
+    exact = functools.partial(direct.input_gradient, xla.exactly(spec))
+    return or_exact(fast, exact)(w, dy)
 
 
 def weight_gradient(
@@ -83,6 +85,29 @@ def weight_gradient(
     """dw = GT [sum over tiles of (BT x)^T (A dy)] G."""
     if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
+    fast = functools.partial(fast_weight_gradient, spec, interpret=interpret)
+    exact = functools.partial(direct.weight_gradient, xla.exactly(spec))
+    return or_exact(fast, exact)(x, dy)
+
+
+# The passes for finite results.
+
+
+def fast_forward(spec: ConvSpec, x, w, b=None, residual=None, *, interpret: bool):
+    pads = [lo for lo, _ in spec.padding]
+    b = jnp.zeros(w.shape[-1], x.dtype) if b is None else b
+    return _correlate(spec, x, w, b, residual, pads, spec.out_spatial, interpret)
+
+
+def fast_input_gradient(spec: ConvSpec, w, dy, *, interpret: bool):
+    rotated = jnp.swapaxes(lax.rev(w, (0, 1)), -1, -2)
+    pads = [2 - lo for lo, _ in spec.padding]
+    b = jnp.zeros(rotated.shape[-1], dy.dtype)
+    spec = dataclasses.replace(spec, activation=None)
+    return _correlate(spec, dy, rotated, b, None, pads, spec.spatial, interpret)
+
+
+def fast_weight_gradient(spec: ConvSpec, x, dy, *, interpret: bool):
     t = _transform(spec)
     channels, outputs = spec.w_shape[-2:]
     block_o = _block_o(outputs)
@@ -222,7 +247,11 @@ def _correlate_kernel(
                 part = acc_ref[i, j, :, :, k * lanes : (k + 1) * lanes]
                 out_ref[pl.ds(k, 1), :, columns, :] = part[None]
         y = jnp.concatenate([out_ref[k] for k in range(out_ref.shape[0])], -1)
-        y = y[:, :width] + bias
+        y = y[:, :width]
+        if spec.activation == "relu":
+            # Of a sum that overflowed to -inf on the way it would make a zero.
+            y += y - y
+        y += bias
         for r in range(rows):
             row = r * t.m + i
             more = residual_ref[0, row] if has_residual else None

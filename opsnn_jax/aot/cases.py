@@ -1,5 +1,7 @@
 """Every Pallas kernel of the library, forward and backward, and its shapes.
 
+And what plain JAX is chosen for a TPU because of its schedule.
+
 A case is compiled for each of its targets by `tests/aot/test_registry.py`, and its
 issue cycles are compared with `benchmarks/aot_baseline.json`.
 """
@@ -28,17 +30,22 @@ def _conv_cases():
 def _make_conv(name, dtype, n, h, c, o):
     import jax
 
-    from opsnn_jax import conv2d
+    from opsnn_jax.kernels.winograd import tpu
+    from opsnn_jax.ops.conv_arguments import validate
 
-    f = functools.partial(conv2d, precision="highest", implementation="pallas_tpu")
     x, w, dy = (
         jax.ShapeDtypeStruct(shape, dtype)
         for shape in ((n, h, h, c), (3, 3, c, o), (n, h, h, o))
     )
-    if name == "fwd":
-        return f, (x, w)
-    which = {"dx": 0, "dw": 1}[name]
-    return lambda x, w, dy: jax.vjp(f, x, w)[1](dy)[which], (x, w, dy)
+    spec = validate("conv2d", 2, x, w, None)
+    # Without the direct form, which runs where a result is not finite: a schedule
+    # counts both.
+    f, arrays = {
+        "fwd": (tpu.fast_forward, (x, w)),
+        "dx": (tpu.fast_input_gradient, (w, dy)),
+        "dw": (tpu.fast_weight_gradient, (x, dy)),
+    }[name]
+    return functools.partial(f, spec, interpret=False), arrays
 
 
 def _depthwise_cases():
@@ -66,6 +73,27 @@ def _make_depthwise(name, x, w, options):
     x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (x, w))
     if name == "fwd":
         return f, (x, w)
+    return lambda x, w, dy: jax.vjp(f, x, w)[1](dy)[1], (x, w, x)
+
+
+def _grouped_cases():
+    # A layer of ResNeXt-50. dw, which has no second form for results that are not
+    # finite: a schedule would count that too.
+    shape = (8, 28, 28, 256)
+    for dtype in ("bfloat16", "float32"):
+        yield KernelCase(
+            f"conv2d/block_diagonal/dw/{dtype}/8x28x28x256-g32",
+            functools.partial(_make_grouped, dtype, shape, (3, 3, 8, 256), 32),
+        )
+
+
+def _make_grouped(dtype, x, w, groups):
+    import jax
+
+    from opsnn_jax import conv2d
+
+    f = functools.partial(conv2d, groups=groups, implementation="block_diagonal")
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in (x, w))
     return lambda x, w, dy: jax.vjp(f, x, w)[1](dy)[1], (x, w, x)
 
 
@@ -181,6 +209,7 @@ def _make_option(name, dtype, shape, option):
 for _case in (
     *_conv_cases(),
     *_depthwise_cases(),
+    *_grouped_cases(),
     *_attention_cases(),
     *_option_cases(),
 ):

@@ -76,7 +76,8 @@ def conv(
       implementation: None chooses for each platform, forward, dx and dw apart;
         "direct" is XLA's convolution; "gemm" matrix products of gathered inputs;
         "pointwise" (1-tap kernels) one matrix product; "depthwise" (groups = C)
-        shifted multiply-adds; "planes" (three dimensions) a sum of two-dimensional
+        shifted multiply-adds; "block_diagonal" (groups) dense convolutions with
+        zeros in their filters; "planes" (three dimensions) a sum of two-dimensional
         convolutions; "winograd" F(4, 3) in plain XLA (F(2, 5) for 5 taps, and so on;
         any number of dimensions); "winograd_f2", "winograd_f4", "winograd_f6" tiles of
         2, 4, 6 outputs for 3 taps, of 2 and 4 for 5; "pallas_tpu" F(4, 3) as a Pallas
@@ -96,8 +97,7 @@ def conv(
       rms error is the product over the dimensions of `Transform.kappa` times that of
       the direct form: 1.7 for F(2, 3) in 2-D, 4.8 for F(4, 3), 21 for F(6, 3), 5.4 for
       F(2, 5), 19 for F(4, 5). Only F(4, 3) is ever chosen.
-    Non-finite values: as the direct form gives them, but for "pallas_tpu": there a tile
-      that holds an infinity becomes NaN.
+    Non-finite values: as the direct form gives them.
     Deterministic: yes.
     References: Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks",
       2015, for "winograd".

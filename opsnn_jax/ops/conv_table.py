@@ -10,7 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from opsnn_jax.dispatch import Implementation, Table, deferred
-from opsnn_jax.kernels.conv import depthwise, direct, gemm, planes, pointwise
+from opsnn_jax.kernels.conv import (
+    block_diagonal,
+    depthwise,
+    direct,
+    gemm,
+    planes,
+    pointwise,
+)
 from opsnn_jax.kernels.conv.spec import ConvSpec
 from opsnn_jax.kernels.winograd import xla as winograd
 
@@ -49,6 +56,7 @@ _IMPLEMENTATIONS = (
     _implementation("pointwise", pointwise, refuses=pointwise.refuses),
     _implementation("depthwise", depthwise, refuses=depthwise.refuses),
     _implementation("planes", planes, refuses=planes.refuses),
+    _implementation("block_diagonal", block_diagonal, refuses=block_diagonal.refuses),
     _implementation("winograd", winograd, refuses=winograd.refuses),
     *(
         _implementation(
@@ -89,6 +97,12 @@ def _tiles(spec):
     return spec.x_shape[0] * math.prod(-(-s // 4) for s in spec.out_spatial)
 
 
+def _blocks_pay(spec):
+    # Of groups that fill it, or of one channel, XLA makes more of the matrix unit.
+    many = spec.groups > 1 and not spec.is_depthwise
+    return many and block_diagonal.groups_in_block(spec) > 1
+
+
 _ALL = ("fwd", "dx", "dw")
 _RULES = (
     Rule(
@@ -115,6 +129,10 @@ _RULES = (
     Rule(
         "planes", "cpu", _ALL, lambda spec: spec.rank == 3,
         "XLA's convolution in three dimensions is slower than several in two",
+    ),
+    Rule(
+        "block_diagonal", "tpu", _ALL, _blocks_pay,
+        "XLA multiplies each group on a matrix unit that it hardly fills",
     ),
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ class Mutant:
 
 
 _CONV_OPS = "tests/ops/test_conv.py::"
+_CONV_IMPLEMENTATIONS = "tests/ops/test_conv_implementations.py::"
 _EPILOGUE = "tests/ops/test_conv_epilogue.py::"
 _TRANSPOSE = "tests/ops/test_conv_transpose.py::"
 _ATTENTION = "tests/ops/test_attention.py::"
@@ -75,6 +76,33 @@ CONV = (
         "cut = [(min(lo, 0), min(hi, 0), 0) for lo, hi in padding]",
         "cut = [(min(hi, 0), min(lo, 0), 0) for lo, hi in padding]",
         (_CONV_OPS + "test_negative_padding_crops",),
+    ),
+    Mutant(
+        "conv-groups-shifted-in-their-block",
+        "kernels/conv/block_diagonal.py",
+        "    return i == j\n",
+        "    return i == (j + 1) % m\n",
+        (_CONV_IMPLEMENTATIONS + "test_every_number_of_groups[3]",),
+    ),
+    Mutant(
+        "conv-infinity-of-another-group",
+        "kernels/conv/block_diagonal.py",
+        "sums = or_exact(fast, functools.partial(direct.correlate, spec))(x, w)",
+        "sums = fast(x, w)",
+        (
+            _CONV_IMPLEMENTATIONS
+            + "test_one_groups_infinity_stays_its_own[inf-block_diagonal]",
+        ),
+    ),
+    Mutant(
+        "winograd-tpu-relu-hides-an-overflow",
+        "kernels/winograd/tpu.py",
+        "            y += y - y\n",
+        "            y += 0 * bias\n",
+        (
+            "tests/ops/test_conv_nonfinite.py::"
+            "test_an_overflow_on_the_way_is_not_hidden_by_relu[pallas_tpu]",
+        ),
     ),
     Mutant(
         "conv-rounded-before-the-bias",

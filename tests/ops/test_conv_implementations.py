@@ -41,11 +41,19 @@ CALLS = {
         ((2, 1, 37, 130), (1, 3, 1, 130), dict(groups=130, dilation=(1, 2))),
         ((2, 13, 5), (4, 1, 5), dict(groups=5, padding="CAUSAL", dilation=2)),
     ],
+    "block_diagonal": [
+        ((2, 9, 8, 6), (3, 2, 2, 9), dict(groups=3, strides=(2, 3))),
+        # 74 groups of 2 by 3 in two blocks; two of 130 by 1 one by one.
+        ((1, 4, 3, 148), (3, 3, 2, 222), dict(groups=74, padding=((1, 0), (2, -1)))),
+        ((2, 5, 260), (3, 130, 2), dict(groups=2, dilation=2)),
+        ((2, 3, 4, 3, 4), (2, 1, 3, 1, 8), dict(groups=4)),
+    ],
     "planes": [
         ((2, 5, 5, 6, 2), (3, 2, 1, 2, 3), dict(strides=(2, 2, 1))),
         ((1, 6, 4, 3, 4), (2, 3, 3, 2, 4), dict(groups=2, dilation=(2, 1, 1))),
     ],
 }  # fmt: skip
+XLA = ["gemm", "pointwise", "depthwise", "block_diagonal", "planes"]
 EACH = [(name, *call) for name, calls in CALLS.items() for call in calls]
 
 
@@ -55,13 +63,13 @@ def test_against_fp64(implementation, x, w, options, key):
     compare(draw(key, x, w, "float32"), key, implementation=implementation, **options)
 
 
-@pytest.mark.parametrize("implementation", ["gemm", "pointwise", "depthwise", "planes"])
+@pytest.mark.parametrize("implementation", XLA)
 def test_half_precision_rounds_once(implementation, key):
     x, w, options = CALLS[implementation][0]
     compare(draw(key, x, w, "bfloat16"), key, implementation=implementation, **options)
 
 
-@pytest.mark.parametrize("implementation", ["gemm", "pointwise", "depthwise", "planes"])
+@pytest.mark.parametrize("implementation", XLA)
 def test_vmap_and_grad_of_grad(implementation, key):
     shape, w_shape, options = CALLS[implementation][0]
     x, w = draw(key, shape, w_shape, "float32", bias=False)
@@ -125,12 +133,31 @@ def test_gradients_inside_scan_are_those_outside(key):
         chex.assert_trees_all_close(*gradients, rtol=1e-5)
 
 
-def test_one_groups_infinity_stays_its_own(key):
+@pytest.mark.parametrize("groups", [2, 3, 4, 6, 12])
+def test_every_number_of_groups(groups, key):
+    arrays = draw(key, (1, 4, 5, 12), (3, 3, 12 // groups, 12), "float32")
+    compare(arrays, key, implementation="block_diagonal", groups=groups)
+
+
+@pytest.mark.parametrize("implementation", [None, "block_diagonal"])
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
+def test_one_groups_infinity_stays_its_own(value, implementation, key):
     x, w = draw(key, (1, 5, 5, 4), (3, 3, 2, 4), "float32", bias=False)
-    x = x.at[0, 2, 2, 0].set(jnp.inf)
-    y = conv2d(x, w, groups=2)
-    assert not jnp.isfinite(y[..., :2]).any(-1)[0, 2, 2]
-    assert jnp.isfinite(y[..., 2:]).all()
+    f = functools.partial(conv2d, groups=2, implementation=implementation)
+
+    def spoilt(x, w, dy):
+        """Which channels of y, dx and dw hold anything that is not finite."""
+        y, vjp = jax.vjp(f, x, w)
+        return [(~np.isfinite(a)).any((0, 1, 2)).tolist() for a in (y, *vjp(dy))]
+
+    first, none = [True, True, False, False], [False] * 4
+    bad_x, dy = x.at[0, 2, 2, 0].set(value), jnp.ones((1, 5, 5, 4))
+    assert spoilt(bad_x, w, dy) == [first, none, first]
+    assert not jnp.isfinite(f(bad_x, w)[0, 2, 2, :2]).any()
+    third, fourth = [False, False, True, False], [False, False, False, True]
+    second = [False, False, True, True]
+    assert spoilt(x, w.at[1, 1, 0, 3].set(value), dy) == [fourth, third, none]
+    assert spoilt(x, w, dy.at[0, 2, 2, 3].set(value)) == [none, second, fourth]
 
 
 # What is chosen.
@@ -157,4 +184,5 @@ def test_what_a_cpu_runs(x, w, options, names):
     choice = TABLE.choose(None, spec)
     chosen = [dict(choice[name].by_platform) for name in ("fwd", "dx", "dw")]
     assert tuple(c["cpu"].name for c in chosen) == names
-    assert {c["tpu"].name for c in chosen} == {"direct"}
+    on_tpu = "block_diagonal" if 1 < spec.groups < x[-1] else "direct"
+    assert {c["tpu"].name for c in chosen} == {on_tpu}

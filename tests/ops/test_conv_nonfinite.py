@@ -9,7 +9,9 @@ import pytest
 
 from opsnn_jax import conv2d
 
-EACH = pytest.mark.parametrize("implementation", [None, "direct", "gemm", "winograd"])
+EACH = pytest.mark.parametrize(
+    "implementation", [None, "direct", "gemm", "winograd", "pallas_tpu"]
+)
 
 
 @EACH
@@ -45,6 +47,22 @@ def test_numbers_near_the_largest(implementation):
     x, w = jnp.full((1, 8, 8, 1), 1e38), jnp.full((3, 3, 1, 1), 0.1)
     y = jax.jit(functools.partial(conv2d, implementation=implementation))(x, w)
     np.testing.assert_allclose(y[0, 1:-1, 1:-1], 9e37, rtol=1e-5)
+
+
+@EACH
+def test_an_overflow_on_the_way_is_not_hidden_by_relu(implementation):
+    # F(4, 3) gives -inf for all of column 3, and nothing else that is not finite.
+    x = (
+        jnp.zeros((1, 6, 6, 1))
+        .at[0, [1, 4], [5, 1], 0]
+        .set(jnp.array([-1.9e38, 1.1e38]))
+    )
+    w = jnp.array([[0, 2, 2], [2, -1, -1], [-1, 1, 0]], "float32") / 4
+    f = functools.partial(conv2d, padding="VALID", activation="relu")
+    y = f(x, w[:, :, None, None], implementation=implementation)[0, :, :, 0]
+    expected = np.zeros((4, 4))
+    expected[[0, 2, 3], [3, 0, 1]] = 4.75e37, 2.75e37, 5.5e37
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e34)
 
 
 def test_one_of_a_batch_that_is_mapped(key):
