@@ -26,7 +26,7 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@touch $@ $(VENV)/.train
 
 $(VENV)/.aot: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[aot,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[aot-gpu,test]'
 	@touch $@ $(VENV)/.test $(VENV)/.train
 
 $(VENV)/.torch: pyproject.toml | $(VENV)/.test

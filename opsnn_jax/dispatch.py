@@ -51,6 +51,10 @@ class Implementation:
       refuses: `refuses(spec)` is None where the implementation can do all passes of
         the call that `spec` describes, else the reason as a clause ("takes no ...").
       pallas: its functions are Pallas kernels; named on a CPU they are interpreted.
+      exports: JAX promises that what it exports of these will run in later versions;
+        else the next one in the order is exported in its place.
+      unprepared: `unprepared()` is None where this process can compile it natively,
+        else the reason as a clause.
     """
 
     name: str
@@ -58,6 +62,8 @@ class Implementation:
     platforms: tuple[str, ...] = PLATFORMS
     refuses: Callable[[Hashable], str | None] = lambda spec: None
     pallas: bool = False
+    exports: bool = True
+    unprepared: Callable[[], str | None] = lambda: None
 
     def refuses_on(self, platform: str, spec: Hashable, named: bool) -> str | None:
         """The reason why it cannot run there; `named` allows the interpreter."""
@@ -65,7 +71,10 @@ class Implementation:
         if platform not in self.platforms and not interpreted:
             return f"does not run on {platform}, only on {', '.join(self.platforms)}"
         try:
-            return self.refuses(spec)
+            reason = self.refuses(spec)
+            if reason is None and platform in self.platforms:
+                reason = self.unprepared()
+            return reason
         except ImportError as error:
             return f"cannot be imported with JAX {jax.__version__}: {error}"
 
@@ -80,16 +89,27 @@ class Pass:
     by_platform: tuple[tuple[str, Implementation], ...]
     refused: tuple[tuple[str, str], ...]  # platform -> why nothing runs there
     plain: Callable  # the same pass as plain JAX
+    exported: tuple[tuple[str, Implementation], ...] = ()  # where that is another one
 
-    def on(self, platform: str) -> Callable:
-        """The function of the arrays that runs on `platform`."""
-        chosen = dict(self.by_platform).get(platform)
+    def on(self, platform: str, export: bool = False) -> Callable:
+        """The function of the arrays that runs on `platform`, or is exported for it."""
+        chosen = self._chosen(platform, export)
         if chosen is None:
             raise NotImplementedError(dict(self.refused)[platform])
         run = functools.partial(chosen.passes[self.name], self.spec)
         if chosen.pallas:
             run = functools.partial(run, interpret=platform not in chosen.platforms)
         return run
+
+    def kernel_on(self, platform: str, export: bool = False) -> str | None:
+        """The name of what `on` gives if that is a Pallas kernel, run natively."""
+        chosen = self._chosen(platform, export)
+        native = chosen and chosen.pallas and platform in chosen.platforms
+        return chosen.name if native else None
+
+    def _chosen(self, platform, export):
+        chosen = dict(self.by_platform).get(platform)
+        return dict(self.exported).get(platform, chosen) if export else chosen
 
     def as_plain(self) -> Callable:
         """The same function in plain JAX: for its derivatives, shapes and dtypes."""
@@ -211,7 +231,7 @@ class Table:
         named = isinstance(requested, str)
         passes = []
         for name in self._plain.passes:
-            chosen, refused = [], []
+            chosen, refused, exported = [], [], []
             for platform in PLATFORMS:
                 if named:
                     candidates = (requested,)
@@ -222,11 +242,25 @@ class Table:
                     chosen.append((platform, implementation))
                 else:
                     refused.append((platform, self._refusal(reasons)))
+                    continue
+                if not implementation.exports:
+                    rest = [c for c in candidates if self.implementations[c].exports]
+                    other, _ = self._first(rest, platform, spec, named)
+                    if other is not None:
+                        exported.append((platform, other))
             if not chosen:
                 raise NotImplementedError(refused[0][1])
             plain = self._plain.passes[name]
             passes.append(
-                Pass(self.op, name, spec, tuple(chosen), tuple(refused), plain)
+                Pass(
+                    self.op,
+                    name,
+                    spec,
+                    tuple(chosen),
+                    tuple(refused),
+                    plain,
+                    tuple(exported),
+                )
             )
         choice = Choice(tuple(passes))
         if (record := _record.get()) is not None:

@@ -23,8 +23,11 @@ PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 class Run(Protocol):
     """What the primitive runs. Hashable, so that it can be cached."""
 
-    def on(self, platform: str) -> Callable:
+    def on(self, platform: str, export: bool = False) -> Callable:
         """The function of the arrays there; raises NotImplementedError without one."""
+
+    def kernel_on(self, platform: str, export: bool = False) -> str | None:
+        """The name of what `on` gives if that is a Pallas kernel, run natively."""
 
     def as_plain(self) -> Callable:
         """The same function in plain JAX."""
@@ -46,8 +49,11 @@ class _Batched:
     inner: Run
     in_axes: tuple[int | None, ...]
 
-    def on(self, platform):
-        return jax.vmap(self.inner.on(platform), self.in_axes)
+    def on(self, platform, export=False):
+        return jax.vmap(self.inner.on(platform, export), self.in_axes)
+
+    def kernel_on(self, platform, export=False):
+        return self.inner.kernel_on(platform, export)
 
     def as_plain(self):
         return jax.vmap(self.inner.as_plain(), self.in_axes)
@@ -86,8 +92,19 @@ def _abstract(*avals, run):
 
 
 def _lower(platform, ctx, *operands, run):
+    export = ctx.module_context.lowering_parameters.for_export
+
     def leaves(*arrays):
-        return jax.tree.leaves(run.on(platform)(*arrays))
+        return jax.tree.leaves(run.on(platform, export)(*arrays))
+
+    # Outside of shard_map: there the context is a mesh.
+    devices = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+    if devices > 1 and (kernel := run.kernel_on(platform, export)):
+        raise NotImplementedError(
+            f"implementation {kernel!r} is a kernel, which XLA cannot partition over "
+            f"{devices} devices. Call the op inside jax.shard_map, or pass "
+            "implementation='xla'."
+        )
 
     # By now the code is that of one shard: what varies over the mesh no longer matters,
     # and Pallas's interpreter cannot follow it.

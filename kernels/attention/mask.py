@@ -37,6 +37,14 @@ class Band:
         """The band in which query i sees what query i + offset sees in this one."""
         return Band(*(b if b is None else b + offset for b in (self.lower, self.upper)))
 
+    @property
+    def transposed(self) -> "Band":
+        """The band in which key j sees query i if query i sees key j in this one."""
+        lower, upper = self.upper, self.lower
+        return Band(
+            None if lower is None else -lower, None if upper is None else -upper
+        )
+
     def meets(self, row, rows, col, cols):
         """Whether any query of [row, row + rows) sees any key of [col, col + cols)."""
         # The least and the greatest j - i of the block.

@@ -12,6 +12,9 @@ from jax import lax
 from ..dtypes import accumulate_dtype
 from .mask import Band
 
+# Kernels that have exp2 as an instruction take their scores in units of log 2.
+LOG2_E = 1.4426950408889634
+
 
 class Extra(NamedTuple):
     """The operands that only some calls have, in the order in which passes take them.

@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import LANES
+from .cost import cost
 from .ranges import block_ranges
-from .spec import AttentionSpec, Extra
+from .spec import LOG2_E, AttentionSpec, Extra
 
 # At most this many queries and keys in a tile. Large tiles keep the matrix unit busy
 # between two steps of the grid; the scores of this one are 2 MiB of the 16 MiB of VMEM
@@ -25,8 +26,6 @@ _BLOCK_WITH_SCORES = (512, 512)
 # Bytes of one head's features for which these blocks fit beside the scores; larger
 # heads get smaller tiles.
 _HEAD_BYTES = 512
-
-LOG2_E = 1.4426950408889634
 
 
 class Inputs(NamedTuple):
@@ -221,15 +220,7 @@ class Plan:
         return type(self.spec.band)() if self.spec.positions else self.spec.band
 
     def cost(self, products: int, arrays: tuple[jax.Array, ...]) -> pl.CostEstimate:
-        spec = self.spec
-        scores = spec.batch * spec.heads * spec.q_len * spec.kv_len
-        if not spec.band.full:
-            scores //= 2
-        return pl.CostEstimate(
-            flops=2 * products * scores * (spec.qk_dim + spec.v_dim) // 2,
-            transcendentals=scores,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
-        )
+        return cost(self.spec, products, arrays)
 
 
 def shrinkage(spec: AttentionSpec) -> int:

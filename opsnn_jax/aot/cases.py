@@ -7,8 +7,9 @@ issue cycles are compared with `benchmarks/aot_baseline.json`.
 """
 
 import functools
+import itertools
 
-from opsnn_jax.aot.registry import KernelCase, Registry
+from opsnn_jax.aot.registry import GPU_TARGETS, TPU_TARGETS, KernelCase, Registry
 
 KERNELS = Registry()
 
@@ -99,27 +100,35 @@ def _make_grouped(dtype, x, w, groups):
 
 def _attention_cases():
     # (batch, T, S, heads, key heads, H); causal or full.
-    for dtype, shape, causal in (
+    shapes = (
         ("bfloat16", (1, 4096, 4096, 8, 8, 128), False),
         ("bfloat16", (1, 4096, 4096, 8, 8, 128), True),
         ("float32", (1, 1000, 1500, 4, 2, 72), True),
+    )
+    platforms = (("pallas_tpu", TPU_TARGETS), ("pallas_gpu", GPU_TARGETS))
+    for (implementation, targets), (dtype, shape, causal), name in itertools.product(
+        platforms, shapes, ("fwd", "bwd")
     ):
-        for name in ("fwd", "bwd"):
-            kind = "causal" if causal else "full"
-            sizes = "x".join(map(str, shape))
-            yield KernelCase(
-                f"flash_attention/pallas_tpu/{name}/{dtype}/{kind}/{sizes}",
-                functools.partial(_make_attention, name, dtype, shape, causal),
-            )
+        if implementation == "pallas_gpu" and name == "fwd" and causal:
+            continue  # ptxas sees the same kernel in the program of the gradient
+        kind = "causal" if causal else "full"
+        sizes = "x".join(map(str, shape))
+        yield KernelCase(
+            f"flash_attention/{implementation}/{name}/{dtype}/{kind}/{sizes}",
+            functools.partial(
+                _make_attention, implementation, name, dtype, shape, causal
+            ),
+            targets,
+        )
 
 
-def _make_attention(name, dtype, shape, causal):
+def _make_attention(implementation, name, dtype, shape, causal):
     import jax
 
     from opsnn_jax import flash_attention
 
     f = functools.partial(
-        flash_attention, is_causal=causal, implementation="pallas_tpu"
+        flash_attention, is_causal=causal, implementation=implementation
     )
     q, k, v = _attention_arrays(dtype, shape)
     if name == "fwd":

@@ -33,7 +33,7 @@ def require_toolchain(target: Target) -> None:
         version = metadata.version("jax")
         install = (
             f"pip install cloudpickle jax-cuda13-plugin=={version} "
-            f"jax-cuda13-pjrt=={version} nvidia-cuda-nvcc nvidia-nvvm (1.3 GB)"
+            f"jax-cuda13-pjrt=={version} nvidia-cuda-nvcc nvidia-nvvm (0.7 GB)"
         )
     raise MissingToolchain(
         f"compile: target {target.name} needs {', '.join(missing)}. Run: {install}"

@@ -108,8 +108,8 @@ def flash_attention(
         value.
       return_lse: also returns lse, which can be differentiated.
       precision: of the matrix products, as in `jax.lax.dot_general`.
-      implementation: None to choose, a name ("reference", "xla", "pallas_tpu"), or a
-        sequence of names in order of preference.
+      implementation: None to choose, a name ("reference", "xla", "pallas_tpu",
+        "pallas_gpu"), or a sequence of names in order of preference.
 
     Returns:
       `(*B, T, N, Hv)`, of q's dtype. With `return_lse`, that and the logarithm of the
@@ -125,8 +125,8 @@ def flash_attention(
     Precision:
       Scores, softmax and all sums are float32 (float64 for float64); outputs and
       gradients are rounded once. The error is that of one rounding of the result,
-      plus O(eps_32 sqrt(H)) in the scores. On a TPU, scaled queries are rounded to q's
-      dtype.
+      plus O(eps_32 sqrt(H)) in the scores. The Pallas kernels multiply weights and
+      their cotangents in q's dtype; that for TPUs also rounds scaled queries to it.
 
     Deterministic:
       Yes, both passes: every sum has a fixed order.
@@ -257,7 +257,8 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _order(name: str, platform: str, spec: AttentionSpec) -> tuple[str, ...]:
-    return ("pallas_tpu", "xla") if platform == "tpu" else ("xla",)
+    pallas = {"tpu": ("pallas_tpu",), "cuda": ("pallas_gpu",)}.get(platform, ())
+    return *pallas, "xla"
 
 
 _XLA = Implementation("xla", {"fwd": xla.fwd, "bwd": xla.bwd})
@@ -270,4 +271,15 @@ _PALLAS_TPU = Implementation(
     pallas=True,
 )
 
-TABLE = Table(_OP, (_PALLAS_TPU, _XLA), _order, plain=_XLA)
+_GPU = "opsnn_jax.kernels.attention.gpu"
+_PALLAS_GPU = Implementation(
+    "pallas_gpu",
+    {"fwd": deferred(_GPU, "fwd"), "bwd": deferred(_GPU, "bwd")},
+    platforms=("cuda",),
+    refuses=deferred(_GPU, "refuses"),
+    pallas=True,
+    exports=False,
+    unprepared=deferred(_GPU, "unprepared"),
+)
+
+TABLE = Table(_OP, (_PALLAS_TPU, _PALLAS_GPU, _XLA), _order, plain=_XLA)

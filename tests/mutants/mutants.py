@@ -26,6 +26,7 @@ _MASKS = "tests/ops/test_attention_masks.py::"
 _OPTIONS = "tests/ops/test_attention_options.py::"
 _XLA_TILES = "tests/kernels/test_attention_xla.py::"
 _TPU_TILES = "tests/kernels/test_attention_tpu.py::"
+_GPU_TILES = "tests/kernels/test_attention_gpu.py::"
 _TRANSFORMS = "tests/kernels/winograd/test_transforms.py::"
 _DISPATCH = "tests/test_dispatch.py::"
 _MODULES = "tests/nn/test_attention_modules.py::"
@@ -390,6 +391,27 @@ ATTENTION = (
         "(dk_scr[...] * spec.scale)",
         "(dk_scr[...])",
         (_TPU_TILES + "test_values",),
+    ),
+    Mutant(
+        "attention-gpu-accumulator-not-rescaled",
+        "kernels/attention/gpu_forward.py",
+        "acc * decay[:, None] + pv",
+        "acc + pv",
+        (_GPU_TILES + "test_values",),
+    ),
+    Mutant(
+        "attention-gpu-diagonal-taken-for-full",
+        "kernels/attention/gpu_plan.py",
+        "_positive(first + band.upper + 1)",
+        "_positive(last + band.upper + 1)",
+        (_GPU_TILES + "test_values",),
+    ),
+    Mutant(
+        "attention-gpu-head-gradients-not-summed",
+        "kernels/attention/gpu_backward.py",
+        "visit(first + g, i, partial, total)",
+        "visit(first, i, partial, total)",
+        (_GPU_TILES + "test_values",),
     ),
     Mutant(
         "attention-tpu-head-gradients-not-summed",

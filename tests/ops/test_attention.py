@@ -1,6 +1,7 @@
 """The contract of flash_attention: values, gradients, transforms, and errors."""
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -97,15 +98,32 @@ def test_gradient_of_a_bias_over_several_tiles(key):
         check_against_exact(out_and_grads(*args), args, plain(*args))
 
 
+MASKS = [(B, 1, 1, S), (1, 1, T, S), (B, 1, T, S), (B, N, 1, S), (T, S)]
+
+
 @pytest.mark.parametrize(
-    "shape", [(B, 1, 1, S), (1, 1, T, S), (B, 1, T, S), (B, N, 1, S), (T, S)], ids=str
+    "implementation, shape",
+    [
+        *((None, shape) for shape in MASKS),
+        ("pallas_gpu", (B, N, 1, S)),
+        ("pallas_gpu", (B, 1, T, 1)),
+        ("pallas_gpu", (1, N, 1, 1)),
+    ],
+    ids=str,
 )
-def test_mask_of_every_broadcast_shape(key, shape):
+def test_mask_of_every_broadcast_shape(key, implementation, shape):
     arrays = make(key, B, T, S, N, N, 5)
     mask = jax.random.bernoulli(key, 0.6, shape)
-    ours = out_and_grads(*arrays, None, mask, False)
+    ours = out_and_grads(*arrays, None, mask, False, implementation)
     mask = mask.reshape((1,) * (4 - mask.ndim) + shape)
     check_against_exact(ours, (*arrays, None, mask, False))
+
+
+def test_mask_over_several_blocks_of_the_gpu(key):
+    arrays = make(key, 2, 140, 150, 2, 1, 8)
+    mask = jax.random.bernoulli(key, 0.6, (2, 1, 140, 150))
+    ours = out_and_grads(*arrays, None, mask, True, "pallas_gpu")
+    check_against_exact(ours, (*arrays, None, mask, True))
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
@@ -165,9 +183,16 @@ def test_dead_row_is_zero_for_a_mask_and_for_a_bias(key, implementation):
     assert not np.asarray(by_bias["dbias"][:, :, 1]).any()
 
 
-@pytest.mark.parametrize("implementation", [None, "reference", "pallas_tpu"])
+@pytest.mark.parametrize(
+    "implementation, hidden_by",
+    [
+        *itertools.product(
+            (None, "reference", "pallas_tpu"), ("mask", "bias", "causal")
+        ),
+        *itertools.product(("pallas_gpu",), ("mask", "causal")),  # it takes no bias
+    ],
+)
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("hidden_by", ["mask", "bias", "causal"])
 def test_garbage_in_hidden_keys_does_not_leak(key, garbage, hidden_by, implementation):
     q, k, v, dout = make(key, 1, 3, 4, 2, 1, 8)
     mask = jnp.ones((1, 1, 1, 4), bool).at[..., 3].set(False)
@@ -185,7 +210,9 @@ def test_garbage_in_hidden_keys_does_not_leak(key, garbage, hidden_by, implement
     assert not np.asarray(dirty["dv"][:, 3]).any()
 
 
-@pytest.mark.parametrize("implementation", [None, "reference", "pallas_tpu"])
+@pytest.mark.parametrize(
+    "implementation", [None, "reference", "pallas_tpu", "pallas_gpu"]
+)
 def test_nan_reaches_exactly_the_queries_that_see_it(key, implementation):
     q, k, v, dout = make(key, 1, 6, 6, 1, 1, 4)
     for dirty in (
@@ -198,7 +225,9 @@ def test_nan_reaches_exactly_the_queries_that_see_it(key, implementation):
             assert np.isnan(got[name][:, 3:]).all(), name
 
 
-@pytest.mark.parametrize("implementation", [None, "reference", "pallas_tpu"])
+@pytest.mark.parametrize(
+    "implementation", [None, "reference", "pallas_tpu", "pallas_gpu"]
+)
 def test_row_that_is_nan_leaves_its_hidden_keys_alone(key, implementation):
     q, k, v, dout = make(key, 1, 6, 6, 1, 1, 4)
     half = jnp.arange(6) < 3

@@ -10,7 +10,7 @@ from attention_truth import bf16, check_against_exact, f32, make
 
 from opsnn_jax.ops.attention import flash_attention
 
-IMPLEMENTATIONS = ["reference", "xla", "pallas_tpu"]
+IMPLEMENTATIONS = ["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
 
 def run(q, k, v, dout, dlse=None, implementation=None, **options):
@@ -164,7 +164,7 @@ def test_garbage_behind_the_lengths_reaches_nothing(key, implementation, garbage
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu", "pallas_gpu"])
 def test_a_query_that_is_nan_reaches_no_key_that_it_does_not_see(key, implementation):
     q, k, v, dout = make(key, 1, 6, 6, 1, 1, 4)
     for bad in ((q.at[:, 2].set(np.nan), dout), (q, dout.at[:, 2].set(np.nan))):
@@ -243,17 +243,22 @@ def test_positions(key, implementation):
     check_mask(key, shape, seen[:, None], implementation, **given)
 
 
-def test_described_masks_over_several_tiles(key):
-    ids = np.repeat(np.arange(4), [250, 100, 330, 20])
-    lengths = np.array([700, 300])
-    row, col = grid(700, 700)
+@pytest.mark.parametrize(
+    "implementation, parts",
+    [("xla", (250, 100, 330, 20)), ("pallas_gpu", (50, 20, 66, 4))],
+)
+def test_described_masks_over_several_tiles(key, implementation, parts):
+    ids, size = np.repeat(np.arange(4), parts), sum(parts)
+    lengths = np.array([size, size // 2])
+    row, col = grid(size, size)
     seen = (ids[:, None] == ids) & (col <= row)
     seen = seen & (row < lengths[:, None, None]) & (col < lengths[:, None, None])
     options = as_jax(q_segment_ids=ids, q_lengths=lengths, kv_lengths=lengths)
     options |= dict(is_causal=True)
-    check_mask(key, (2, 700, 700, 2, 1, 4), seen[:, None], "xla", **options)
+    shape = (2, size, size, 2, 1, 4)
+    check_mask(key, shape, seen[:, None], implementation, **options)
     options |= as_jax(kv_segment_ids=ids)  # another array: the band becomes data
-    check_mask(key, (2, 700, 700, 2, 1, 4), seen[:, None], "xla", **options)
+    check_mask(key, shape, seen[:, None], implementation, **options)
 
 
 def test_described_masks_need_no_array_of_all_scores():

@@ -11,7 +11,9 @@ from attention_truth import bf16, check_against_exact, f32, make
 from opsnn_jax.kernels.attention.dropout import keep
 from opsnn_jax.ops.attention import flash_attention
 
-each = pytest.mark.parametrize("implementation", ["reference", "xla", "pallas_tpu"])
+each = pytest.mark.parametrize(
+    "implementation", ["reference", "xla", "pallas_tpu", "pallas_gpu"]
+)
 SHAPE = (2, 5, 7, 4, 2, 6, 3)
 
 
@@ -59,7 +61,9 @@ def test_lse_and_its_gradient(key, implementation, dtype):
 def test_softcap(key, implementation):
     mask = jax.random.bernoulli(key, 0.7, (2, 1, 5, 7)).at[0, 0, 1].set(False)
     bias = jax.random.normal(key, (1, 4, 5, 1))
-    operands = {"mask": mask, "bias": bias}
+    operands = {"mask": mask}
+    if implementation != "pallas_gpu":  # which takes no bias
+        operands["bias"] = bias
     first = check(key, implementation, operands=operands, softcap=0.7)
     second = check(key, implementation, operands=operands, softcap=1.4)
     assert np.abs(first["out"] - second["out"]).max() > 1e-3
@@ -84,10 +88,17 @@ def test_sinks(key, implementation):
     assert np.isfinite(got["dsinks"]).all()
 
 
-def test_sinks_over_several_tiles(key):
+# Shapes of several tiles.
+tiled = pytest.mark.parametrize(
+    "implementation, t, s", [("xla", 520, 600), ("pallas_gpu", 140, 150)]
+)
+
+
+@tiled
+def test_sinks_over_several_tiles(key, implementation, t, s):
     operands = {"sinks": jnp.array([1.0, -1.0]).astype(bf16)}
-    shape = (1, 520, 600, 2, 1, 4)
-    check(key, "xla", operands=operands, shape=shape, is_causal=True)
+    shape = (1, t, s, 2, 1, 4)
+    check(key, implementation, operands=operands, shape=shape, is_causal=True)
 
 
 # The bias and the mask on a TPU, as everywhere.
@@ -130,11 +141,12 @@ def test_dropout(key, implementation, dtype):
     check(key, implementation, dtype, operands=operands, **options)
 
 
-def test_dropout_is_the_same_for_all_blocks(key):
-    weights = kept(key, 1, 2, 520, 600, 0.3)
+@tiled
+def test_dropout_is_the_same_for_all_blocks(key, implementation, t, s):
+    weights = kept(key, 1, 2, t, s, 0.3)
     options = dict(weights=weights, dropout_rate=0.3, is_causal=True)
-    shape = (1, 520, 600, 2, 1, 4)
-    check(key, "xla", operands={"dropout_rng": key}, shape=shape, **options)
+    shape, operands = (1, t, s, 2, 1, 4), {"dropout_rng": key}
+    check(key, implementation, operands=operands, shape=shape, **options)
 
 
 @each
