@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from .lowering import PLATFORMS, bind
+from .lowering import PLATFORMS, Target, bind
 
 # The implementation argument of every op: a name, an order of preference, or None.
 Requested = str | Sequence[str] | None
@@ -51,8 +51,7 @@ class Implementation:
       refuses: `refuses(spec)` is None where the implementation can do all passes of
         the call that `spec` describes, else the reason as a clause ("takes no ...").
       pallas: its functions are Pallas kernels; named on a CPU they are interpreted.
-      exports: JAX promises that what it exports of these will run in later versions;
-        else the next one in the order is exported in its place.
+      exports: JAX promises that what it exports of these will run in later versions.
       unprepared: `unprepared()` is None where this process can compile it natively,
         else the reason as a clause.
     """
@@ -87,29 +86,46 @@ class Pass:
     name: str
     spec: Hashable
     by_platform: tuple[tuple[str, Implementation], ...]
+    # The same where no kernel can run: what is tried next that is none.
+    without_kernels: tuple[tuple[str, Implementation], ...]
     refused: tuple[tuple[str, str], ...]  # platform -> why nothing runs there
     plain: Callable  # the same pass as plain JAX
-    exported: tuple[tuple[str, Implementation], ...] = ()  # where that is another one
 
-    def on(self, platform: str, export: bool = False) -> Callable:
-        """The function of the arrays that runs on `platform`, or is exported for it."""
-        chosen = self._chosen(platform, export)
+    def on(self, target: Target) -> Callable:
+        """The function of the arrays that runs there.
+
+        Raises:
+          NotImplementedError: if there is none.
+        """
+        chosen = dict(self.by_platform).get(target.platform)
         if chosen is None:
-            raise NotImplementedError(dict(self.refused)[platform])
+            raise NotImplementedError(dict(self.refused)[target.platform])
+        if (reason := self._no_kernel(chosen, target)) is not None:
+            chosen = dict(self.without_kernels).get(target.platform)
+            if chosen is None:
+                raise NotImplementedError(reason)
         run = functools.partial(chosen.passes[self.name], self.spec)
         if chosen.pallas:
-            run = functools.partial(run, interpret=platform not in chosen.platforms)
+            interpret = target.platform not in chosen.platforms
+            run = functools.partial(run, interpret=interpret)
         return run
 
-    def kernel_on(self, platform: str, export: bool = False) -> str | None:
-        """The name of what `on` gives if that is a Pallas kernel, run natively."""
-        chosen = self._chosen(platform, export)
-        native = chosen and chosen.pallas and platform in chosen.platforms
-        return chosen.name if native else None
-
-    def _chosen(self, platform, export):
-        chosen = dict(self.by_platform).get(platform)
-        return dict(self.exported).get(platform, chosen) if export else chosen
+    def _no_kernel(self, chosen, target):
+        """Why a kernel that is chosen cannot be there, or None."""
+        if not chosen.pallas or target.platform not in chosen.platforms:
+            return None
+        if target.devices > 1:
+            return (
+                f"{self.op}: {chosen.name!r} is a kernel, which XLA cannot partition "
+                f"over {target.devices} devices. Call the op inside jax.shard_map, or "
+                "pass implementation=None."
+            )
+        if target.export and not chosen.exports:
+            return (
+                f"{self.op}: {chosen.name!r} cannot be exported. Pass "
+                "implementation=None to let another one take its place there."
+            )
+        return None
 
     def as_plain(self) -> Callable:
         """The same function in plain JAX: for its derivatives, shapes and dtypes."""
@@ -231,7 +247,7 @@ class Table:
         named = isinstance(requested, str)
         passes = []
         for name in self._plain.passes:
-            chosen, refused, exported = [], [], []
+            chosen, without_kernels, refused = [], [], []
             for platform in PLATFORMS:
                 if named:
                     candidates = (requested,)
@@ -242,26 +258,15 @@ class Table:
                     chosen.append((platform, implementation))
                 else:
                     refused.append((platform, self._refusal(reasons)))
-                    continue
-                if not implementation.exports:
-                    rest = [c for c in candidates if self.implementations[c].exports]
-                    other, _ = self._first(rest, platform, spec, named)
-                    if other is not None:
-                        exported.append((platform, other))
+                rest = [c for c in candidates if not self.implementations[c].pallas]
+                implementation, _ = self._first(rest, platform, spec, named)
+                if implementation is not None:
+                    without_kernels.append((platform, implementation))
             if not chosen:
                 raise NotImplementedError(refused[0][1])
             plain = self._plain.passes[name]
-            passes.append(
-                Pass(
-                    self.op,
-                    name,
-                    spec,
-                    tuple(chosen),
-                    tuple(refused),
-                    plain,
-                    tuple(exported),
-                )
-            )
+            by_platform = map(tuple, (chosen, without_kernels, refused))
+            passes.append(Pass(self.op, name, spec, *by_platform, plain))
         choice = Choice(tuple(passes))
         if (record := _record.get()) is not None:
             record.choices.append((self, requested, spec, choice))

@@ -8,7 +8,7 @@ Shapes, dtypes and derivatives are those of a form in plain JAX.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 from jax.core import ShapedArray
@@ -20,14 +20,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 
 
+class Target(NamedTuple):
+    """What a computation is lowered for.
+
+    Attributes:
+      platform: one of `PLATFORMS`.
+      devices: over how many of them XLA partitions it; 1 inside `jax.shard_map`.
+      export: it is exported, to be compiled elsewhere and later.
+    """
+
+    platform: str
+    devices: int = 1
+    export: bool = False
+
+
 class Run(Protocol):
     """What the primitive runs. Hashable, so that it can be cached."""
 
-    def on(self, platform: str, export: bool = False) -> Callable:
+    def on(self, target: Target) -> Callable:
         """The function of the arrays there; raises NotImplementedError without one."""
-
-    def kernel_on(self, platform: str, export: bool = False) -> str | None:
-        """The name of what `on` gives if that is a Pallas kernel, run natively."""
 
     def as_plain(self) -> Callable:
         """The same function in plain JAX."""
@@ -49,11 +60,8 @@ class _Batched:
     inner: Run
     in_axes: tuple[int | None, ...]
 
-    def on(self, platform, export=False):
-        return jax.vmap(self.inner.on(platform, export), self.in_axes)
-
-    def kernel_on(self, platform, export=False):
-        return self.inner.kernel_on(platform, export)
+    def on(self, target):
+        return jax.vmap(self.inner.on(target), self.in_axes)
 
     def as_plain(self):
         return jax.vmap(self.inner.as_plain(), self.in_axes)
@@ -92,19 +100,13 @@ def _abstract(*avals, run):
 
 
 def _lower(platform, ctx, *operands, run):
-    export = ctx.module_context.lowering_parameters.for_export
+    module = ctx.module_context
+    # Inside shard_map the context is a mesh, and has no such number.
+    devices = getattr(module.axis_context, "num_devices", None) or 1
+    target = Target(platform, devices, module.lowering_parameters.for_export)
 
     def leaves(*arrays):
-        return jax.tree.leaves(run.on(platform, export)(*arrays))
-
-    # Outside of shard_map: there the context is a mesh.
-    devices = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
-    if devices > 1 and (kernel := run.kernel_on(platform, export)):
-        raise NotImplementedError(
-            f"implementation {kernel!r} is a kernel, which XLA cannot partition over "
-            f"{devices} devices. Call the op inside jax.shard_map, or pass "
-            "implementation='xla'."
-        )
+        return jax.tree.leaves(run.on(target)(*arrays))
 
     # By now the code is that of one shard: what varies over the mesh no longer matters,
     # and Pallas's interpreter cannot follow it.

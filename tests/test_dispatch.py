@@ -1,5 +1,6 @@
 """The implementation table and its primitive, on a small op of the test's own."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from opsnn_jax.dispatch import Implementation, Table, deferred
+from opsnn_jax.kernels.tiling import result_type
 from opsnn_jax.meshes import align_varying
 
 
@@ -20,7 +22,7 @@ def _double_kernel(x_ref, y_ref):
 
 
 def _pallas(spec, x, *, interpret):
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shape = result_type(x.shape, x.dtype)
     return pl.pallas_call(_double_kernel, out_shape=shape, interpret=interpret)(x)
 
 
@@ -105,6 +107,38 @@ def test_one_trace_exports_to_every_platform():
     assert exported.platforms == platforms
     assert "tpu_custom_call" in exported.mlir_module()
     chex.assert_trees_all_equal(exported.call(x), 2 * x)
+
+
+def test_a_kernel_is_not_partitioned_but_replaced_or_refused():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, P("d"))
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=sharding)
+
+    def lowered(f):
+        return jax.jit(f).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+    assert "tpu_custom_call" not in lowered(double)
+    assert "tpu_custom_call" not in lowered(jax.vmap(double))
+    named = functools.partial(double, implementation="kernel")
+    with pytest.raises(NotImplementedError, match="over 2 devices.*shard_map"):
+        lowered(named)
+    for f in (double, named):
+        inside = jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+        assert "tpu_custom_call" in lowered(inside)
+
+
+def test_a_kernel_that_cannot_be_exported_is_replaced_or_refused():
+    kernel = dataclasses.replace(KERNEL, exports=False)
+    order = ("kernel", "plain")
+    table = Table("double", (PLAIN, kernel), lambda *_: order, plain=PLAIN)
+
+    def exported(implementation):
+        f = jax.jit(lambda x: table.choose(implementation, x.shape)["fwd"](x))
+        return jax.export.export(f, platforms=("tpu",))(jnp.ones((8, 128)))
+
+    assert "tpu_custom_call" not in exported(None).mlir_module()
+    with pytest.raises(NotImplementedError, match="'kernel' cannot be exported"):
+        exported("kernel")
 
 
 def test_a_platform_where_nothing_runs_says_so_when_lowered():

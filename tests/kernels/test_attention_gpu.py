@@ -122,15 +122,6 @@ def test_the_default_on_a_gpu_is_the_kernel_also_in_shard_map():
     assert text.count("xla.gpu.triton") == kernels
 
 
-def test_it_is_not_partitioned_silently(monkeypatch):
-    monkeypatch.setattr(gpu, "_capability", lambda: 90)
-    sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",)), P("d"))
-    x = jax.ShapeDtypeStruct((2, 16, 1, 16), jnp.float32, sharding=sharding)
-    traced = jax.jit(flash_attention).trace(x, x, x)
-    with pytest.raises(NotImplementedError, match="over 2 devices.*shard_map"):
-        traced.lower(lowering_platforms=("cuda",))
-
-
 def test_exports_for_all_platforms_at_once(monkeypatch):
     monkeypatch.setattr(gpu, "_capability", lambda: 90)
     x = jax.ShapeDtypeStruct((1, 16, 1, 16), jnp.float32)
