@@ -1,4 +1,4 @@
-"""Flash attention for TPUs, in Pallas: one kernel forward, two or three backward.
+"""Flash attention for TPUs, in Pallas: one kernel forward, one or two backward.
 
 The kernels take arrays (B, N, T, H), so that a block is (positions, features).
 """
@@ -9,7 +9,8 @@ from jax import lax
 
 from ..tiling import LANES
 from .spec import AttentionSpec
-from .tpu_backward import bias_gradient, key_gradients, query_gradient
+from .tpu_backward import gradients
+from .tpu_bias import bias_gradient
 from .tpu_forward import forward
 from .tpu_plan import BLOCK, LOG2_E, Plan, shrinkage
 
@@ -34,7 +35,7 @@ def fwd(
     v: jax.Array,
     *extra: jax.Array,
     interpret: bool = False,
-    block: tuple[int, int] = BLOCK,
+    block: tuple[int, int, int] = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
     """See `AttentionSpec`."""
     plan = Plan.of(spec, block, interpret)
@@ -53,7 +54,7 @@ def bwd(
     dout: jax.Array,
     *extra: jax.Array,
     interpret: bool = False,
-    block: tuple[int, int] = BLOCK,
+    block: tuple[int, int, int] = BLOCK,
 ) -> tuple[jax.Array, ...]:
     """See `AttentionSpec`."""
     plan = Plan.of(spec, block, interpret)
@@ -63,9 +64,7 @@ def bwd(
     arrays = (q, k, v, dout, lse, delta[:, :, None])
     # lse holds all there is to know of the sinks.
     inputs = plan.inputs(spec.split(extra)._replace(sinks=None))
-    dq = query_gradient(plan, arrays, inputs)
-    dk, dv = key_gradients(plan, arrays, inputs)
-    grads = [x.swapaxes(1, 2) for x in (dq, dk, dv)]
+    grads = [x.swapaxes(1, 2) for x in gradients(plan, arrays, inputs)]
     if spec.bias_shape is not None:
         grads.append(bias_gradient(plan, arrays, inputs).astype(extra[0].dtype))
     return tuple(grads)

@@ -10,22 +10,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..tiling import LANES
+from ..tiling import LANES, round_up
 from .cost import cost
 from .ranges import block_ranges
 from .spec import LOG2_E, AttentionSpec, Extra
 
-# At most this many queries and keys in a tile. Large tiles keep the matrix unit busy
-# between two steps of the grid; the scores of this one are 2 MiB of the 16 MiB of VMEM
-# that a kernel gets, and exist about four times at once.
-BLOCK = (512, 1024)
+# At most this many queries in a block, keys in a block, and keys in a strip.
+#
+# A kernel works on one strip of keys at a time; the scores of this one are 2 MiB of
+# VMEM. The strips of a block are unrolled into one stretch of code, in which the
+# products of a strip overlap with the softmax of its neighbours: a longer stretch keeps
+# the matrix unit busy for a greater part of the time.
+BLOCK = (512, 4096, 1024)
 
 # A bias or mask of all scores brings blocks as large as the scores, twice.
-_BLOCK_WITH_SCORES = (512, 512)
+_BLOCK_WITH_SCORES = (512, 1024, 512)
 
-# Bytes of one head's features for which these blocks fit beside the scores; larger
-# heads get smaller tiles.
-_HEAD_BYTES = 512
+# Bytes of one head's features for which queries and strips of this size fit beside
+# each other, and for which a whole block of keys does, with its gradients; larger heads
+# get smaller ones.
+_STRIP_HEAD_BYTES = 512
+_BLOCK_HEAD_BYTES = 256
+
+# What a kernel may use of the 64 MiB and more of VMEM of every TPU since v5. The
+# compiler would allow itself 16 MiB.
+_VMEM = 32 * 2**20
 
 
 class Inputs(NamedTuple):
@@ -38,7 +47,7 @@ class Inputs(NamedTuple):
     q_positions: jax.Array | None = None  # (B, 1, T)
     kv_positions: jax.Array | None = None  # (B, 1, S)
     q_ranges: jax.Array | None = None  # (B, query blocks, 1, 2 or 4), see `ranges`
-    kv_ranges: jax.Array | None = None  # (B, key blocks, 1, 2 or 4)
+    kv_ranges: jax.Array | None = None  # (B, key blocks, pieces of a block, 2 or 4)
     # Two axes, so that there are two whole ones beside a mapped axis as well.
     sinks: jax.Array | None = None  # (1, N), in units of log 2
     seed: jax.Array | None = None  # (1, 2)
@@ -58,25 +67,51 @@ class Inputs(NamedTuple):
 class Plan:
     """The blocks of one call, and what its kernels have in common.
 
+    A block of keys consists of strips, which a kernel takes whole where no query of the
+    block needs a mask. Elsewhere it goes by pieces, so that little of what is hidden is
+    computed.
+
     A kernel's `place` gives (b, n, i, j) of its grid indices: batch, query head, block
     of queries, block of keys.
     """
 
     spec: AttentionSpec
     block: tuple[int, int]
+    strip: int
     interpret: bool
 
     @classmethod
-    def of(cls, spec: AttentionSpec, limit: tuple[int, int], interpret: bool) -> "Plan":
-        """Blocks of at most `limit`, and of whole vector registers of lanes."""
+    def of(
+        cls, spec: AttentionSpec, limit: tuple[int, int, int], interpret: bool
+    ) -> "Plan":
+        """Blocks and strips of at most `limit`, and of whole registers of lanes."""
         for shape in (spec.bias_shape, spec.mask_shape):
             if shape is not None and 1 not in shape[2:]:
                 limit = tuple(map(min, limit, _BLOCK_WITH_SCORES))
-        block = tuple(
-            LANES * min(most // shrinkage(spec) // LANES, pl.cdiv(length, LANES))
-            for most, length in zip(limit, (spec.q_len, spec.kv_len), strict=True)
-        )
-        return cls(spec, block, interpret)
+        most_queries, most_keys, most_strip = limit
+        shrink = shrinkage(spec)
+        block_q = _even_part(spec.q_len, most_queries // shrink)
+        strip = _even_part(spec.kv_len, most_strip // shrink)
+        strips = pl.cdiv(spec.kv_len, strip)
+        head_bytes = round_up(_features(spec), LANES) * spec.dtype.itemsize
+        most_keys = most_keys // pl.cdiv(head_bytes, _BLOCK_HEAD_BYTES)
+        blocks = pl.cdiv(strips, max(most_keys // strip, 1))
+        return cls(spec, (block_q, pl.cdiv(strips, blocks) * strip), strip, interpret)
+
+    @property
+    def strips(self) -> int:
+        """How many a block of keys has."""
+        return self.block[1] // self.strip
+
+    @property
+    def piece(self) -> int:
+        """Keys of a piece: half a strip, if that is whole registers of lanes."""
+        return self.strip // (1 if self.strip % (2 * LANES) else 2)
+
+    @property
+    def pieces(self) -> int:
+        """How many a block of keys has."""
+        return self.block[1] // self.piece
 
     @property
     def count(self) -> tuple[int, int]:
@@ -96,18 +131,25 @@ class Plan:
         ranges = (None, None)
         if self.spec.ids or self.spec.positions:
             ranges = (
-                block_ranges(extra.q_ids, extra.q_positions, self.block[0]),
-                block_ranges(extra.kv_ids, extra.kv_positions, self.block[1]),
+                block_ranges(extra.q_ids, extra.q_positions, self.block[0])[:, :, None],
+                self._key_ranges(extra.kv_ids, extra.kv_positions),
             )
         sinks, seed = extra.sinks, extra.seed
         return Inputs(
             bias,
             mask,
             *(x if x is None else x[:, None, :] for x in vectors),
-            *(x if x is None else x[:, :, None, :] for x in ranges),
+            *ranges,
             None if sinks is None else sinks[None].astype(jnp.float32) * LOG2_E,
             None if seed is None else seed[None],
         )
+
+    def _key_ranges(self, ids, positions):
+        """(B, key blocks, pieces, columns): the ranges of each piece."""
+        x = block_ranges(ids, positions, self.piece)
+        missing = -x.shape[1] % self.pieces
+        x = jnp.pad(x, [(0, 0), (0, missing), (0, 0)], mode="edge")
+        return x.reshape(x.shape[0], -1, self.pieces, x.shape[2])
 
     def input_specs(self, inputs: Inputs, place: Callable) -> list[pl.BlockSpec]:
         """Block specs of the inputs that are present."""
@@ -139,7 +181,7 @@ class Plan:
                 return where[0], where[2 + axis], 0, 0
 
             return pl.BlockSpec(
-                (None, None, 1, x.shape[3]), index, memory_space=pltpu.SMEM
+                (None, None, *x.shape[2:]), index, memory_space=pltpu.SMEM
             )
 
         whole = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -199,8 +241,8 @@ class Plan:
             j = jnp.maximum(j, jnp.minimum(lax.div(start, bk), last))
         return b, n, i, j
 
-    def by_keys(self, b, n, j, step):
-        """The place on a grid (B, K, key block, query head of the key's and block).
+    def by_keys(self, b, n, step, j):
+        """The place on a grid (B, K, query head of the key's and block), for one j.
 
         The last axis walks over the query heads of a key head, and in each over its
         blocks of queries.
@@ -214,7 +256,11 @@ class Plan:
         if band.lower is not None:
             end = j * bk + bk - 1 - band.lower
             i = jnp.minimum(i, jnp.clip(lax.div(end, bq), 0, nq - 1))
-        return b, n * self.spec.group + lax.div(step, nq), i, j
+        return b, self.query_head(n, step), i, j
+
+    def query_head(self, n, step):
+        """The query head of a step on the grid of `by_keys`."""
+        return n * self.spec.group + lax.div(step, self.count[0])
 
     def _band_of_indices(self):
         return type(self.spec.band)() if self.spec.positions else self.spec.band
@@ -225,12 +271,22 @@ class Plan:
 
 def shrinkage(spec: AttentionSpec) -> int:
     """By how much the blocks must be smaller for the size of the heads."""
-    features = max(spec.qk_dim, spec.v_dim)
-    return pl.cdiv(features * spec.dtype.itemsize, _HEAD_BYTES)
+    return pl.cdiv(_features(spec) * spec.dtype.itemsize, _STRIP_HEAD_BYTES)
+
+
+def _features(spec):
+    return max(spec.qk_dim, spec.v_dim)
+
+
+def _even_part(length, most):
+    """The size of the fewest equal parts of at most `most`, in whole registers."""
+    parts = pl.cdiv(length, max(most // LANES, 1) * LANES)
+    return round_up(pl.cdiv(length, parts), LANES)
 
 
 def compiler_params(parallel: int = 3, arbitrary: int = 1) -> pltpu.CompilerParams:
     """For a grid whose first axes are independent and whose last are summed over."""
     return pltpu.CompilerParams(
-        dimension_semantics=("parallel",) * parallel + ("arbitrary",) * arbitrary
+        dimension_semantics=("parallel",) * parallel + ("arbitrary",) * arbitrary,
+        vmem_limit_bytes=_VMEM,
     )

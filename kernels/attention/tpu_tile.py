@@ -1,4 +1,4 @@
-"""One tile of scores inside a TPU kernel.
+"""One tile of scores inside a TPU kernel: a block of queries by a part of the keys.
 
 The scores are in units of log 2: `scale * log2(e)` is folded into the queries and the
 softmax takes exp2, which is the TPU's own instruction.
@@ -7,74 +7,26 @@ A block at the end of a ragged array holds garbage behind the end. It may be NaN
 what it would meet in a product is set to zero, not only its scores.
 """
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from ..tiling import LANES
 from .dropout import keep
-from .ranges import all_seen, may_meet
 from .tpu_plan import LOG2_E, Inputs, Plan
 
 
 class Tile:
-    """The tile at one place of the grid, (block_q, block_k), or transposed."""
+    """The tile of one place of the grid and some of its keys, (block_q, keys.size).
 
-    def __init__(self, plan: Plan, inputs: Inputs, place, transposed: bool = False):
+    Or transposed. `keys` is a slice of the block of keys.
+    """
+
+    def __init__(self, plan: Plan, inputs: Inputs, place, keys, transposed=False):
         self.plan, self.spec, self.inputs = plan, plan.spec, inputs
-        self.place, self.transposed = place, transposed
-
-    def visit(self, run: Callable, queries_end: bool = False):
-        """Calls `run(partial)` unless no query of the tile sees a key.
-
-        `queries_end` says that rows behind the last query count too, as they do where
-        the sum is over queries.
-        """
-        meets, whole = self._visible()
-        (bq, bk), spec, (_, _, i, j) = self.plan.block, self.spec, self.place
-        if spec.kv_len % bk:
-            whole = whole & (j < spec.kv_len // bk)
-        if queries_end and spec.q_len % bq:
-            whole = whole & (i < spec.q_len // bq)
-        if whole is True:
-            run(partial=False)
-        else:
-            if whole is not False:
-                pl.when(whole)(lambda: run(partial=False))
-                meets = meets & jnp.logical_not(whole)
-            if meets is True:
-                run(partial=True)
-            else:
-                pl.when(meets)(lambda: run(partial=True))
-
-    def _visible(self):
-        """Whether any query sees any key here, and whether every one sees all."""
-        (bq, bk), spec, (_, _, i, j) = self.plan.block, self.spec, self.place
-        meets = whole = True
-        if not spec.positions:
-            corner = (i * bq, bq, j * bk, bk)
-            meets, whole = spec.band.meets(*corner), spec.band.covers(*corner)
-        if spec.ids or spec.positions:
-            q, kv = (
-                [ref[0, column] for column in range(ref.shape[1])]
-                for ref in (self.inputs.q_ranges, self.inputs.kv_ranges)
-            )
-            meets, whole = meets & may_meet(spec, q, kv), whole & all_seen(spec, q, kv)
-        if spec.bias_shape is not None or spec.mask_shape is not None:
-            whole = False
-        return meets, whole
-
-    def queries(self, q):
-        """Queries such that their products with keys are what `scores` takes."""
-        factor = self.spec.scale * LOG2_E
-        if self.spec.softcap is not None:
-            factor = self.spec.scale / self.spec.softcap
-        return (q.astype(jnp.float32) * factor).astype(q.dtype)
+        self.place, self.keys, self.transposed = place, keys, transposed
 
     def scores(self, q, k):
-        """Scores of `queries(q)`, and their slope by the product (None if it is 1)."""
+        """Scores of `scaled(q)`, and their slope by the product (None if it is 1)."""
         s = self.dot(k, q, (1, 1)) if self.transposed else self.dot(q, k, (1, 1))
         if self.spec.softcap is None:
             return s, None
@@ -85,7 +37,7 @@ class Tile:
         """Scores with the bias, and which of them count."""
         seen = self._seen()
         if self.inputs.bias is not None:
-            bias = self._oriented(self.inputs.bias[...].astype(jnp.float32))
+            bias = self._oriented(self._part(self.inputs.bias).astype(jnp.float32))
             bias = jnp.broadcast_to(bias, s.shape)
             present = bias != -jnp.inf
             s, seen = s + jnp.where(present, bias * LOG2_E, 0.0), seen & present
@@ -98,13 +50,13 @@ class Tile:
         """
         if self.inputs.seed is None:
             return p
-        b, n, i, j = self.place
-        (bq, bk), axis = self.plan.block, int(self.transposed)
+        b, n, i, _ = self.place
+        bq, axis = self.plan.block[0], int(self.transposed)
         row, col = (
             start + lax.broadcasted_iota(jnp.int32, shape[:: 1 - 2 * axis], along)
             for start, shape, along in (
                 (i * bq, (bq, 1), axis),
-                (j * bk, (1, bk), 1 - axis),
+                (self._first_key, (1, self.keys.size), 1 - axis),
             )
         )
         seed = self.inputs.seed[0, 0], self.inputs.seed[0, 1]
@@ -127,10 +79,10 @@ class Tile:
     def _seen(self):
         """Which scores of the tile count."""
         spec, inputs = self.spec, self.inputs
-        (bq, bk), (_, _, i, j), axis = self.plan.block, self.place, int(self.transposed)
-        shape = (bk, bq) if self.transposed else (bq, bk)
+        bq, i, axis = self.plan.block[0], self.place[2], int(self.transposed)
+        shape = (bq, self.keys.size)[:: 1 - 2 * axis]
         row = i * bq + lax.broadcasted_iota(jnp.int32, shape, axis)
-        col = j * bk + lax.broadcasted_iota(jnp.int32, shape, 1 - axis)
+        col = self._first_key + lax.broadcasted_iota(jnp.int32, shape, 1 - axis)
         inside = (col < spec.kv_len) & (row < spec.q_len)
         if spec.positions:
             row = self._along_queries(inputs.q_positions)
@@ -141,15 +93,23 @@ class Tile:
                 self._along_queries(inputs.q_ids) == self._along_keys(inputs.kv_ids)
             )
         if inputs.mask is not None:
-            mask = self._oriented(inputs.mask[...].astype(jnp.int32))
+            mask = self._oriented(self._part(inputs.mask).astype(jnp.int32))
             seen = seen & (jnp.broadcast_to(mask, shape) != 0)
         return seen
+
+    @property
+    def _first_key(self):
+        return self.place[3] * self.plan.block[1] + self.keys.start
+
+    def _part(self, ref):
+        """What belongs to these keys, of a bias or mask or of a row for all keys."""
+        return ref[...] if ref.shape[1] == 1 else ref[:, self.keys]
 
     def _along_queries(self, ref):
         return ref[...] if self.transposed else column(ref[...])
 
     def _along_keys(self, ref):
-        return column(ref[...]) if self.transposed else ref[...]
+        return column(self._part(ref)) if self.transposed else self._part(ref)
 
     def _oriented(self, x):
         """Part of a bias or mask, (block_q or 1, block_k or 1), in the tile's axes."""
@@ -160,6 +120,14 @@ class Tile:
         if x.shape[1] == 1:
             return jnp.broadcast_to(x, (x.shape[0], LANES)).T[:1]
         return x.T
+
+
+def scaled(spec, q):
+    """Queries such that their products with keys are what `Tile.scores` takes."""
+    factor = spec.scale * LOG2_E
+    if spec.softcap is not None:
+        factor = spec.scale / spec.softcap
+    return (q.astype(jnp.float32) * factor).astype(q.dtype)
 
 
 def column(row):

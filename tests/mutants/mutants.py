@@ -381,7 +381,7 @@ ATTENTION = (
     Mutant(
         "attention-tpu-accumulator-not-rescaled",
         "kernels/attention/tpu_forward.py",
-        "acc_scr[...] * decay[:, :1] + pv",
+        "acc_scr[...] * _widened(decay, pv.shape[1]) + pv",
         "acc_scr[...] + pv",
         (_TPU_TILES + "test_values",),
     ),
@@ -414,10 +414,24 @@ ATTENTION = (
         (_GPU_TILES + "test_values",),
     ),
     Mutant(
+        "attention-tpu-dq-of-one-block-of-keys",
+        "kernels/attention/tpu_backward.py",
+        "dq_in_ref[0][...] if dq_in_ref else jnp.zeros_like(dq_scr)",
+        "jnp.zeros_like(dq_scr)",
+        (_TPU_TILES + "test_values",),
+    ),
+    Mutant(
+        "attention-tpu-piece-left-out",
+        "kernels/attention/tpu_visit.py",
+        "lax.fori_loop(done * each, plan.pieces,",
+        "lax.fori_loop(done * each + 1, plan.pieces,",
+        (_TPU_TILES + "test_values",),
+    ),
+    Mutant(
         "attention-tpu-head-gradients-not-summed",
         "kernels/attention/tpu_plan.py",
-        "return b, n * self.spec.group + lax.div(step, nq), i, j",
-        "return b, n * self.spec.group, i, j",
+        "return n * self.spec.group + lax.div(step, self.count[0])",
+        "return n * self.spec.group",
         (_TPU_TILES + "test_values",),
     ),
     Mutant(
@@ -478,9 +492,9 @@ ATTENTION = (
     ),
     Mutant(
         "attention-tpu-bias-gradient-of-one-tile",
-        "kernels/attention/tpu_backward.py",
-        "        acc_scr[...] += ds\n",
-        "        acc_scr[...] = ds\n",
+        "kernels/attention/tpu_bias.py",
+        "        acc_scr[:, which] += ds\n",
+        "        acc_scr[:, which] = ds\n",
         (_OPTIONS + "test_bias_of_a_tpu_kernel",),
     ),
     Mutant(
