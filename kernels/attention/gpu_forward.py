@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from .gpu_plan import Plan
 from .gpu_tile import Tile
-from .spec import LOG2_E, Extra, fence
+from .spec import LOG2_E, Extra, finite
 
 
 def forward(
@@ -45,8 +45,10 @@ def _kernel(plan, q_ref, k_ref, v_ref, *refs):
         s, _ = tile.scores(q, k)  # (bq, bk)
         if partial:
             # A key that is not finite makes its products so: 0 times them is poison.
-            v, poison = fence(v)
-            s = s + s * 0.0 + poison.astype(s.dtype)[None, :]
+            # Of values it is a sum, for Triton reduces no booleans.
+            poison = jnp.sum((v - finite(v)).astype(s.dtype), axis=1) * 0.0
+            v = finite(v)
+            s = s + s * 0.0 + poison[None, :]
             s = jnp.where(tile.seen(), s, -jnp.inf)
         top = jnp.maximum(top_old, jnp.max(s, axis=1))
         # A row that has seen no key yet has -inf, and -inf - -inf would be NaN.

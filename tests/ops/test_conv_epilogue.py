@@ -20,6 +20,7 @@ CALLS = {
 } | {
     "pointwise": ((2, 5, 6, 3), (1, 1, 3, 4), {}),
     "depthwise": ((2, 5, 6, 4), (3, 3, 1, 4), dict(groups=4)),
+    "block_diagonal": ((2, 5, 6, 4), (3, 3, 2, 4), dict(groups=2)),
     "pallas_tpu_depthwise": ((2, 5, 6, 4), (3, 3, 1, 4), dict(groups=4)),
     "planes": ((2, 3, 4, 5, 3), (3, 1, 3, 3, 4), {}),
 }  # fmt: skip
