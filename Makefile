@@ -48,7 +48,7 @@ test-short: $(VENV)/.test   ## run the tests that depend most on the version of 
 	  tests/nn tests/test_public_ops.py tests/training/test_step.py
 
 test-slow: $(VENV)/.test    ## run the long tests
-	$(PYTEST) -m slow tests
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -n 2 -m 'slow and not aot' tests
 
 test-aot: $(VENV)/.aot      ## compile the kernels for absent TPUs and GPUs
 	$(PYTEST) -n 2 -m aot tests

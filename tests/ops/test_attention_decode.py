@@ -30,7 +30,10 @@ def cache(key, batch=3, size=12, kv_heads=2, features=4):
     return [jax.random.normal(k, shape) for k in keys]
 
 
-@pytest.mark.parametrize("implementation", [None, "reference", "pallas_tpu"])
+@pytest.mark.parametrize(
+    "implementation",
+    [None, "reference", pytest.param("pallas_tpu", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("splits", [1, 5])
 def test_decode_is_the_end_of_a_causal_call(key, implementation, splits):
     k, v = cache(key)

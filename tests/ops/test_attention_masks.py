@@ -245,7 +245,10 @@ def test_positions(key, implementation):
 
 @pytest.mark.parametrize(
     "implementation, parts",
-    [("xla", (250, 100, 330, 20)), ("pallas_gpu", (50, 20, 66, 4))],
+    [
+        ("xla", (250, 100, 330, 20)),
+        pytest.param("pallas_gpu", (50, 20, 66, 4), marks=pytest.mark.slow),
+    ],
 )
 def test_described_masks_over_several_tiles(key, implementation, parts):
     ids, size = np.repeat(np.arange(4), parts), sum(parts)

@@ -14,7 +14,11 @@ EACH = pytest.mark.parametrize(
 )
 
 
-@EACH
+@pytest.mark.parametrize(
+    "implementation",
+    [None, "direct", "gemm", "winograd"]
+    + [pytest.param("pallas_tpu", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
 def test_one_input_spoils_nine_outputs(value, implementation):
     # One at the corner of a tile, where Winograd's transforms would spoil 16.

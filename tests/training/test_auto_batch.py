@@ -92,7 +92,9 @@ def task(config, make):
     return type(made)(**(vars(made) | {"loss_fn": loss_fn, "batches": batches}))
 
 
-@pytest.mark.parametrize("memory, most", [("200KB", 51), ("1GiB", 100)])
+@pytest.mark.parametrize(
+    "memory, most", [("200KB", 51), pytest.param("1GiB", 100, marks=pytest.mark.slow)]
+)
 def test_command_trains_with_the_largest(run, rows, memory, most):
     config = TINY_IMAGES | {"optimization": {"micro_batches": 2}}
     code, out, err, runs = run(config, "--auto-batch", "--memory", memory)

@@ -39,6 +39,7 @@ def test_images(run, quick_compilation):
         assert np.asarray(image.convert("L")).std() > 5
 
 
+@pytest.mark.slow
 def test_text(run, quick_compilation):
     code, out, err, runs = run(TINY_TEXT)
     assert (code, err) == (0, "")
