@@ -1,7 +1,7 @@
 """Convolutions against `lax.conv_general_dilated` under `jax.grad`, float32.
 
 python benchmarks/conv.py              the table below, results/conv.json and .png
-python benchmarks/conv.py --rows 3x3   only the rows with this in their names
+python benchmarks/conv.py --rows 3x3   only the rows with this in their names, anew
 python benchmarks/conv.py --torch      PyTorch beside them, where it is installed
 
 Rows are layers of ResNet-50 and VGG-16 (batch 8), ResNeXt, MobileNet, a causal
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import plot_ratios, save, time_in_turn, workspace
+from harness import commit, plot_ratios, renew, save, time_in_turn, workspace
 
 from opsnn_jax import conv
 
@@ -128,6 +128,7 @@ def measure(layer: Layer, with_torch: bool) -> list[dict]:
                 "implementation": label,
                 "label": f"{layer.name}, {label}, {name}",
                 "xla_ms": times["xla"]["ms"],
+                "commit": commit(),
                 **times[label],
             }
             if label != "torch":
@@ -193,6 +194,7 @@ def main():
     arguments = parser.parse_args()
     layers = [layer for layer in LAYERS if arguments.rows in layer.name]
     rows = [row for layer in layers for row in measure(layer, arguments.torch)]
+    rows = renew("conv", rows) if arguments.rows else rows
     shown = [
         r for r in rows if r["pass"] == "fwd+bwd" and r["implementation"] == "default"
     ]
@@ -200,9 +202,8 @@ def main():
     if dense:
         mean = jnp.exp(jnp.log(jnp.array(dense)).mean())
         print(f"geometric mean of the dense 3x3 rows, forward and backward: {mean:.2f}")
-    if not arguments.rows:
-        print(save("conv", rows))
-        print(plot_ratios("conv", shown, "float32, forward and backward"))
+    print(save("conv", rows))
+    print(plot_ratios("conv", shown, "float32, forward and backward"))
 
 
 if __name__ == "__main__":

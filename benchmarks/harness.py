@@ -62,6 +62,19 @@ def save(name: str, rows: list[dict]) -> Path:
     return path
 
 
+def renew(name: str, rows: list[dict]) -> list[dict]:
+    """The saved rows, with those of the same labels replaced by `rows`."""
+    path, new = FOLDER / f"{name}.json", {row["label"]: row for row in rows}
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    kept = [new.pop(row["label"], row) for row in old]
+    return kept + list(new.values())
+
+
+def commit() -> str:
+    """That of the working tree."""
+    return _run("git", "rev-parse", "--short", "HEAD")
+
+
 def plot_ratios(name: str, rows: list[dict], title: str, base: str = "XLA") -> Path:
     """Bars of each row's ratio, with its quartiles; below 1 is faster."""
     import matplotlib
@@ -96,7 +109,7 @@ def plot_ratios(name: str, rows: list[dict], title: str, base: str = "XLA") -> P
 def _machine() -> dict:
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": _run("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,

@@ -93,6 +93,10 @@ def _winograd_pays_for_dw(spec):
     return spec.kernel == (3, 3) and fewest >= 32 and enough
 
 
+def _has_narrow_groups(spec):
+    return spec.groups > 1 and spec.w_shape[-2] < 16
+
+
 def _tiles(spec):
     return spec.x_shape[0] * math.prod(-(-s // 4) for s in spec.out_spatial)
 
@@ -114,7 +118,11 @@ _RULES = (
         "one matrix product, with nothing to gather",
     ),
     Rule(
-        "gemm", "cpu", _ALL, lambda spec: spec.groups > 1,
+        "gemm", "cpu", ("fwd", "dx"), _has_narrow_groups,
+        "XLA takes narrow groups one after the other",
+    ),
+    Rule(
+        "gemm", "cpu", ("dw",), lambda spec: spec.groups > 1,
         "XLA takes dw of groups over every pair of channels",
     ),
     Rule(
