@@ -175,10 +175,10 @@ def torch_pass(row: Row, name: str, arrays):
     def run(*_):
         if name == "fwd":
             with torch.no_grad():
-                return attend(*qkv, **options).numpy(force=True).flat[0]
+                return attend(*qkv, **options).flatten()[0].item()
         leaves = [x.clone().requires_grad_() for x in qkv]
         attend(*leaves, **options).backward(dout)
-        return leaves[0].grad.numpy(force=True).flat[0]
+        return leaves[0].grad.flatten()[0].item()
 
     return run
 
