@@ -195,7 +195,8 @@ def main():
         print(f"{memory['label']}: {memory['workspace'] / 2**20:.0f} MiB")
         print(save("attention_memory", [memory]))
     print(save("attention", results))
-    print(plot_ratios("attention", results, "attention, 8 heads of 64 features"))
+    title = "attention, 8 heads of 64 features"
+    print(plot_ratios("attention", results, title, base="jax.nn"))
 
 
 if __name__ == "__main__":

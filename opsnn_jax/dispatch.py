@@ -7,6 +7,10 @@ is lowered, so a pass is traced as the primitive of `lowering`. One traced funct
 therefore compiles for a TPU from a machine without one, and exports to cpu, tpu and
 cuda together.
 
+A Pallas kernel cannot be everywhere: XLA cannot partition it over devices, and not
+every one can be exported. There the next implementation in the order takes its place
+that is no kernel, if the call named none.
+
 An implementation states what it cannot do in `refuses`, for all of its passes at once:
 nothing is chosen whose gradient would raise afterwards.
 """

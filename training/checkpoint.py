@@ -318,8 +318,8 @@ def _check_room(folder: Path, arrays: Mapping[str, Any]) -> None:
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: a checkpoint takes {needed / 1e6:.1f} MB, "
-            f"{free / 1e6:.1f} MB are free",
+            f"{os.strerror(errno.ENOSPC)}: a checkpoint takes {needed:,} bytes, "
+            f"{free:,} are free",
         )
 
 

@@ -26,20 +26,16 @@ _LEAST = 16
 # Queries and keys of a block, warps, and stages of the pipeline that loads ahead, of
 # each kernel by the bytes of a head: as large as the registers of an A100 allow. What
 # ptxas spills of them is in benchmarks/aot_baseline.json.
+_FORWARD = {
+    128: (128, 64, 4, 3),
+    256: (128, 64, 8, 3),
+    512: (64, 32, 8, 2),
+    1024: (32, 32, 8, 2),
+}
 _BLOCKS = {
-    "fwd": {
-        128: (128, 64, 4, 3),
-        256: (128, 64, 8, 3),
-        512: (64, 32, 8, 2),
-        1024: (32, 32, 8, 2),
-    },
+    "fwd": _FORWARD,
     # A band has a second loop, with masks, beside that over full blocks.
-    "fwd of a band": {
-        128: (128, 64, 4, 3),
-        256: (128, 32, 8, 3),
-        512: (64, 32, 8, 2),
-        1024: (32, 32, 8, 2),
-    },
+    "fwd of a band": _FORWARD | {256: (128, 32, 8, 3)},
     "dq": {
         128: (64, 64, 4, 2),
         256: (64, 64, 8, 2),

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import result_type
+from .cost import cost
 from .tpu_plan import Inputs, Plan, compiler_params
 from .tpu_tile import Tile, finite, scaled, where
 from .tpu_visit import visit
@@ -95,8 +96,8 @@ def _of_block(plan, j, dq, arrays, inputs):
         ],
         input_output_aliases={} if last else {len(operands) - 1: 0},
         compiler_params=compiler_params(2),
-        cost_estimate=plan.cost(
-            products=5, arrays=(*arrays, *arrays[:3], *inputs.present)
+        cost_estimate=cost(
+            spec, products=5, arrays=(*arrays, *arrays[:3], *inputs.present)
         ),
         interpret=plan.interpret,
         name="attention_bwd",

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import result_type
+from .cost import cost
 from .tpu_backward import Arrays, array_specs
 from .tpu_plan import Inputs, Plan, compiler_params
 from .tpu_tile import Tile, column, finite, scaled
@@ -41,7 +42,7 @@ def bias_gradient(plan: Plan, arrays: Arrays, inputs: Inputs) -> jax.Array:
         out_shape=result_type(bias.shape, bias.dtype),
         scratch_shapes=[pltpu.VMEM(out_spec.block_shape[2:], jnp.float32)],
         compiler_params=compiler_params(len(kept), len(summed)),
-        cost_estimate=plan.cost(products=2, arrays=(*arrays, *inputs.present, bias)),
+        cost_estimate=cost(spec, products=2, arrays=(*arrays, *inputs.present, bias)),
         interpret=plan.interpret,
         name="attention_bwd_dbias",
     )(*arrays, *inputs.present)

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import LANES, ceil_div, result_type
+from .cost import cost
 from .tpu_plan import LOG2_E, Inputs, Plan, compiler_params
 from .tpu_tile import Tile, finite, poison, scaled
 from .tpu_visit import visit
@@ -46,7 +47,7 @@ def forward(
             pltpu.VMEM((bq, spec.v_dim), jnp.float32),
         ],
         compiler_params=compiler_params(),
-        cost_estimate=plan.cost(products=2, arrays=(q, k, v, q, *inputs.present)),
+        cost_estimate=cost(spec, products=2, arrays=(q, k, v, q, *inputs.present)),
         interpret=plan.interpret,
         name="attention_fwd",
     )(q, k, v, *inputs.present)

@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import LANES, round_up
-from .cost import cost
 from .ranges import block_ranges
 from .spec import LOG2_E, AttentionSpec, Extra
 
@@ -264,9 +263,6 @@ class Plan:
 
     def _band_of_indices(self):
         return type(self.spec.band)() if self.spec.positions else self.spec.band
-
-    def cost(self, products: int, arrays: tuple[jax.Array, ...]) -> pl.CostEstimate:
-        return cost(self.spec, products, arrays)
 
 
 def shrinkage(spec: AttentionSpec) -> int:

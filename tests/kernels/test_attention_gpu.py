@@ -38,24 +38,6 @@ def test_values(key, shape, band, dtype, block):
     check_passes(key, gpu, shape, band, dtype, interpret=True, block=block)
 
 
-def test_vmap_and_gradient_of_a_gradient(key):
-    q = jax.random.normal(key, (2, 1, 3, 1, 4))
-
-    def run(implementation):
-        def loss(q):
-            out = flash_attention(q, q, q, implementation=implementation)
-            return jnp.sum(jnp.square(out))
-
-        def norm(q):
-            return jnp.sum(jnp.square(jax.grad(loss)(q)))
-
-        return jax.jit(jax.vmap(jax.grad(norm)))(q)
-
-    np.testing.assert_allclose(
-        run("pallas_gpu"), run("reference"), rtol=2e-5, atol=2e-5
-    )
-
-
 def test_the_gradient_is_the_slope_of_the_function(key):
     # In float32 a step of 0.02 leaves an error of step^2 and one of eps / step.
     arrays = [jax.random.normal(k, (1, 4, 2, 8)) for k in jax.random.split(key, 5)]

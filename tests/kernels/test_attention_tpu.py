@@ -126,7 +126,8 @@ def test_garbage_reaches_only_the_queries_that_see_it(key, part):
     np.testing.assert_array_equal(bad_grads[0][:, :3], grads[0][:, :3])
 
 
-def test_vmap_and_gradient_of_a_gradient(key):
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+def test_vmap_and_gradient_of_a_gradient(key, implementation):
     q = jax.random.normal(key, (2, 1, 3, 1, 4))
 
     def run(implementation):
@@ -140,7 +141,7 @@ def test_vmap_and_gradient_of_a_gradient(key):
         return jax.jit(jax.vmap(jax.grad(norm)))(q)
 
     np.testing.assert_allclose(
-        run("pallas_tpu"), run("reference"), rtol=2e-5, atol=2e-5
+        run(implementation), run("reference"), rtol=2e-5, atol=2e-5
     )
 
 

@@ -1,4 +1,4 @@
-"""Plants the bugs of `mutants.py`, one at a time, and wants each caught by the tests.
+"""Plants the bugs of `mutants`, one at a time, and wants each caught by the tests.
 
     python -m tests.mutants.run [--only NAME ...] [--jobs N] [--list]
 
@@ -26,7 +26,8 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.mutant import Mutant
+from tests.mutants.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

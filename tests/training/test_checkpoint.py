@@ -289,7 +289,7 @@ def test_no_room_is_known_before_anything_is_written(tmp_path, monkeypatch):
                 continue
             with pytest.raises(
                 CheckpointError,
-                match=r"left on device: a checkpoint takes 0.5 MB, 0.5 MB are free\.",
+                match=r"device: a checkpoint takes 502,012 bytes, 490,000 are free\.",
             ):
                 checkpoints.save(1, state)
             assert not list(tmp_path.iterdir())

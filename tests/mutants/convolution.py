@@ -1,0 +1,243 @@
+"""Bugs of convolution: direct, by other products, and Winograd."""
+
+from tests.mutants.mutant import Mutant
+
+_CONV_OPS = "tests/ops/test_conv.py::"
+_CONV_IMPLEMENTATIONS = "tests/ops/test_conv_implementations.py::"
+_EPILOGUE = "tests/ops/test_conv_epilogue.py::"
+_TRANSPOSE = "tests/ops/test_conv_transpose.py::"
+_TRANSFORMS = "tests/kernels/winograd/test_transforms.py::"
+_LAYERS = "tests/nn/test_conv_layers.py::"
+
+CONV = (
+    Mutant(
+        "conv-dx-padding",
+        "kernels/conv/windows.py",
+        "(extent - 1 - lo, size - ((out - 1) * stride + 1) + lo)",
+        "(extent - lo, size - ((out - 1) * stride + 1) + lo - 1)",
+        (_CONV_OPS + "test_other_ranks",),
+    ),
+    Mutant(
+        "conv-dw-padding",
+        "kernels/conv/windows.py",
+        "(lo, (out - 1) * stride + extent - size - lo)",
+        "(lo + 1, (out - 1) * stride + extent - size - lo - 1)",
+        (_CONV_OPS + "test_other_ranks",),
+    ),
+    Mutant(
+        "conv-filter-not-flipped",
+        "kernels/conv/windows.py",
+        "    w = lax.rev(w, tuple(range(spec.rank)))\n",
+        "",
+        (_CONV_OPS + "test_other_ranks",),
+    ),
+    Mutant(
+        "conv-groups-transposed",
+        "kernels/conv/windows.py",
+        "jnp.moveaxis(w, (-3, -2, -1), (-1, -2, -3))",
+        "jnp.moveaxis(w, (-3, -2, -1), (-2, -1, -3))",
+        (
+            _CONV_OPS + "test_direct_options_against_reference_in_fp64"
+            "[strides3-dilation3-SAME-2-k3]",
+        ),
+    ),
+    Mutant(
+        "conv-crop-at-the-other-end",
+        "kernels/conv/direct.py",
+        "cut = [(min(lo, 0), min(hi, 0), 0) for lo, hi in padding]",
+        "cut = [(min(hi, 0), min(lo, 0), 0) for lo, hi in padding]",
+        (_CONV_OPS + "test_negative_padding_crops",),
+    ),
+    Mutant(
+        "conv-groups-shifted-in-their-block",
+        "kernels/conv/block_diagonal.py",
+        "    return i == j\n",
+        "    return i == (j + 1) % m\n",
+        (_CONV_IMPLEMENTATIONS + "test_every_number_of_groups[3]",),
+    ),
+    Mutant(
+        "conv-infinity-of-another-group",
+        "kernels/conv/block_diagonal.py",
+        "sums = or_exact(fast, functools.partial(direct.correlate, spec))(x, w)",
+        "sums = fast(x, w)",
+        (
+            _CONV_IMPLEMENTATIONS
+            + "test_one_groups_infinity_stays_its_own[inf-block_diagonal]",
+        ),
+    ),
+    Mutant(
+        "winograd-tpu-relu-hides-an-overflow",
+        "kernels/winograd/tpu_kernels.py",
+        "            y += y - y\n",
+        "            y += 0 * bias\n",
+        (
+            "tests/ops/test_conv_nonfinite.py::"
+            "test_an_overflow_on_the_way_is_not_hidden_by_relu[pallas_tpu]",
+        ),
+    ),
+    Mutant(
+        "conv-rounded-before-the-bias",
+        "kernels/conv/epilogue.py",
+        "    z = sums\n",
+        "    z = sums.astype(spec.dtype)\n",
+        (_CONV_OPS + "test_bias_is_added_before_the_one_rounding",),
+    ),
+    Mutant(
+        "conv-db-sum-in-half",
+        "opsnn_jax/ops/conv.py",
+        "db = jnp.sum(dz, axes, dtype=spec.accumulate_dtype).astype(b.dtype)",
+        "rows = dz.reshape(-1, dz.shape[-1])\n"
+        "        db = lax.scan(lambda t, row: (t + row, None), 0 * b, rows)[0]",
+        (_CONV_OPS + "test_gradients_of_filter_and_bias_are_summed_in_fp32",),
+    ),
+    Mutant(
+        "conv-db-dtype",
+        "opsnn_jax/ops/conv.py",
+        "dtype=spec.accumulate_dtype).astype(b.dtype)",
+        "dtype=spec.accumulate_dtype)",
+        (_CONV_OPS + "test_half_precision_rounds_once",),
+    ),
+    Mutant(
+        "conv-residual-dropped",
+        "kernels/conv/epilogue.py",
+        "z = z + residual.astype(z.dtype)",
+        "z = z + 0 * residual.astype(z.dtype)",
+        (_EPILOGUE + "test_a_residual_needs_no_bias",),
+    ),
+    Mutant(
+        "conv-relu-gradient-everywhere",
+        "kernels/conv/epilogue.py",
+        "jnp.where(kept > 0, dy, 0)",
+        "jnp.where(kept >= 0, dy, 0)",
+        (_EPILOGUE + "test_values_and_gradients_of_all_operands[direct-relu]",),
+    ),
+    Mutant(
+        "conv-transpose-pads-swapped",
+        "opsnn_jax/ops/conv_transpose.py",
+        "(extent - 1 - lo, extent - 1 - hi)",
+        "(extent - 1 - hi, extent - 1 - lo)",
+        (_TRANSPOSE + "test_as_lax[strides4-padding4-dilation4-False-k4]",),
+    ),
+    Mutant(
+        "conv-infinity-stays-nan",
+        "kernels/finite.py",
+        "lambda: exact(*arrays))",
+        "lambda: y)",
+        (
+            "tests/ops/test_conv_nonfinite.py::"
+            "test_an_image_of_infinities_has_no_nan[winograd]",
+        ),
+    ),
+    Mutant(
+        "lax-conv-output-layout",
+        "opsnn_jax/ops/lax_conv.py",
+        "{n: 0, c: y.ndim - 1}",
+        "{n: y.ndim - 1, c: 0}",
+        (_LAYERS + "test_lax_signature_in_any_layout",),
+    ),
+    Mutant(
+        "lax-conv-filter-layout",
+        "opsnn_jax/ops/lax_conv.py",
+        "lax.transpose(rhs, (*kernel, i, o))",
+        "lax.transpose(rhs, (*kernel[::-1], i, o))",
+        (_LAYERS + "test_lax_signature_in_any_layout",),
+    ),
+)
+
+WINOGRAD = (
+    Mutant(
+        "winograd-bt-sign",
+        "kernels/winograd/transforms.py",
+        "[-root * c for c in poly]",
+        "[root * c for c in poly]",
+        (_TRANSFORMS + "test_trilinear_identity",),
+    ),
+    Mutant(
+        "winograd-g-not-scaled",
+        "kernels/winograd/transforms.py",
+        "[a**k / scale for k in range(r)]",
+        "[a**k for k in range(r)]",
+        (_TRANSFORMS + "test_trilinear_identity",),
+    ),
+    Mutant(
+        "winograd-bt-last-row",
+        "kernels/winograd/transforms.py",
+        "bt.append(_coefficients(points))",
+        "bt.append([Fraction(0)] * (n - 1) + [Fraction(1)])",
+        (_TRANSFORMS + "test_trilinear_identity",),
+    ),
+    Mutant(
+        "winograd-xla-interleave",
+        "kernels/winograd/xla.py",
+        "products = jnp.moveaxis(products, axis, dim + 1)\n"
+        "        shape = products.shape\n"
+        "        merged = (*shape[:dim], shape[dim] * t.m, *shape[dim + 2 :])",
+        "products = jnp.moveaxis(products, axis, dim)\n"
+        "        shape = products.shape\n"
+        "        merged = (*shape[:dim], shape[dim + 1] * t.m, *shape[dim + 2 :])",
+        (_CONV_OPS + "test_sizes_that_fill_no_tile",),
+    ),
+    Mutant(
+        "winograd-xla-last-tile",
+        "kernels/winograd/xla.py",
+        "(slice(0, size) for size in out_spatial)",
+        "(slice(-size, None) for size in out_spatial)",
+        (_CONV_OPS + "test_sizes_that_fill_no_tile",),
+    ),
+    Mutant(
+        "winograd-xla-block-offset",
+        "kernels/winograd/xla.py",
+        "i * rows * t.m, size, axis=1",
+        "i * (rows * t.m - 1), size, axis=1",
+        (_CONV_OPS + "test_blocks_of_tile_rows_join[winograd]",),
+    ),
+    Mutant(
+        "winograd-xla-dw-last-block-only",
+        "kernels/winograd/xla.py",
+        "(acc + block(i), None)",
+        "(block(i), None)",
+        (_CONV_OPS + "test_blocks_of_tile_rows_join[winograd]",),
+    ),
+    Mutant(
+        "winograd-xla-dw-transposed",
+        "kernels/winograd/xla.py",
+        "return dw.astype(spec.dtype)",
+        "return dw.swapaxes(0, 1).astype(spec.dtype)",
+        (_CONV_OPS + "test_directional_finite_differences[winograd]",),
+    ),
+    Mutant(
+        "winograd-takes-strides",
+        "kernels/winograd/xla.py",
+        "if any(s != 1 for s in spec.strides):",
+        "if any(s > 2 for s in spec.strides):",
+        (_CONV_OPS + "test_bad_input",),
+    ),
+    Mutant(
+        "winograd-tpu-halo",
+        "kernels/winograd/tpu_blocks.py",
+        "return n, (h + 1) * rows, 0, 0, 0",
+        "return n, h * rows, 0, 0, 0",
+        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
+    ),
+    Mutant(
+        "winograd-tpu-accumulator-not-reset",
+        "kernels/winograd/tpu_kernels.py",
+        "    acc_ref[...] = jnp.zeros_like(acc_ref)\n",
+        "",
+        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
+    ),
+    Mutant(
+        "winograd-tpu-dw-reset-at-each-image",
+        "kernels/winograd/tpu_kernels.py",
+        "@pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))",
+        "@pl.when(pl.program_id(2) == 0)",
+        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
+    ),
+    Mutant(
+        "winograd-tpu-no-bias",
+        "kernels/winograd/tpu_kernels.py",
+        "        y += bias\n",
+        "        y += 0 * bias\n",
+        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
+    ),
+)
