@@ -19,5 +19,6 @@ def test_each_has_a_name_of_its_own_and_tests_that_exist():
     for mutant in MUTANTS:
         for test in mutant.tests:
             file, _, name = test.partition("::")
+            text = (ROOT / file).read_text()
             function = name.partition("[")[0]
-            assert f"def {function}(" in (ROOT / file).read_text(), mutant.name
+            assert not name or f"def {function}(" in text, mutant.name
