@@ -43,9 +43,11 @@ train-text: $(VENV)/.train  ## train a small GPT on the Python manual
 test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -n 2 -m 'not slow and not aot' tests
 
+# With all of XLA's optimizations: also where the bounds on rounding errors are held.
 test-short: $(VENV)/.test   ## run the tests that depend most on the version of JAX
 	$(PYTEST) -n 2 -m 'not slow and not aot' tests/test_dispatch.py tests/kernels \
-	  tests/nn tests/test_public_ops.py tests/training/test_step.py
+	  tests/nn tests/test_public_ops.py tests/training/test_step.py \
+	  tests/ops/test_conv_winograd.py tests/ops/test_conv_implementations.py
 
 test-slow: $(VENV)/.test    ## run the long tests
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -n 2 -m 'slow and not aot' tests

@@ -141,7 +141,6 @@ def test_every_exported_op_is_here():
     assert exported == CALLS.keys() | COMPOSED | {"explain"}
 
 
-@pytest.mark.optimized
 @every_op
 def test_runs_on_a_cpu_with_the_numbers_of_its_reference(name, key):
     arrays = CALLS[name].arrays(key, jnp.float32)

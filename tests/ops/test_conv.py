@@ -402,7 +402,6 @@ def test_one_compilation_for_equal_calls(key):
     assert len(traces) == 1
 
 
-@pytest.mark.optimized
 def test_fp32_stays_fp32_under_x64(key):
     x, w, b = draw(key, (1, 6, 6, 2), (3, 3, 2, 2), "float32")
     for implementation in ("direct", "winograd"):

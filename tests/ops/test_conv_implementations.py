@@ -57,7 +57,6 @@ XLA = ["gemm", "pointwise", "depthwise", "block_diagonal", "planes"]
 EACH = [(name, *call) for name, calls in CALLS.items() for call in calls]
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(("implementation", "x", "w", "options"), EACH)
 def test_against_fp64(implementation, x, w, options, key):
     compare(draw(key, x, w, "float32"), key, implementation=implementation, **options)

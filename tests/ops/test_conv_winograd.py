@@ -23,7 +23,6 @@ TILES = [
 ]
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(("implementation", "x", "w", "tile", "axes"), TILES)
 def test_within_the_predicted_error(implementation, x, w, tile, axes, key):
     bound = winograd_bound(tile[0], "float32", tile[1], axes)

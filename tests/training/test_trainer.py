@@ -94,8 +94,8 @@ WATCHED = {"every": 1, "condition": ["a"]}
     "before, after",
     [
         (WATCHED, {"every": 2, "condition": ["b"], "iterations": 3}),
-        (WATCHED, {"tensorboard": False}),
-        (WATCHED, None),
+        pytest.param(WATCHED, {"tensorboard": False}, marks=pytest.mark.slow),
+        pytest.param(WATCHED, None, marks=pytest.mark.slow),
         (None, WATCHED),
     ],
 )
