@@ -46,8 +46,9 @@ test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
 # With all of XLA's optimizations: also where the bounds on rounding errors are held.
 test-short: $(VENV)/.test   ## run the tests that depend most on the version of JAX
 	$(PYTEST) -n 2 -m 'not slow and not aot' tests/test_dispatch.py tests/kernels \
-	  tests/nn tests/test_public_ops.py tests/training/test_step.py \
-	  tests/ops/test_conv_winograd.py tests/ops/test_conv_implementations.py
+	  tests/nn tests/test_public_ops.py tests/ops/test_conv_winograd.py \
+	  tests/ops/test_conv_implementations.py tests/training/test_step.py \
+	  tests/training/test_master_weights.py
 
 test-slow: $(VENV)/.test    ## run the long tests
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -n 2 -m 'slow and not aot' tests

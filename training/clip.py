@@ -11,34 +11,37 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from .leaves import PyTree, is_float, path_name, varying_axes
+from .leaves import PyTree, is_float, path_name, sum_of_squares, varying_axes
+
+# Of a sum of squares above it, those that fp32 takes for zero are nothing.
+_SAFE_SUM = 2.0**-60
 
 
 def global_norm(tree: PyTree) -> jax.Array:
     """The 2-norm of all floating leaves together. A scalar, fp32.
 
-    Numbers are divided by a power of two near the largest before they are squared, so
-    four times 1e20 give 2e20 where a plain sum of squares is inf; half-precision leaves
-    are widened first. The result is inf or NaN exactly if a leaf holds one, or if the
-    norm exceeds fp32. Inside `jax.shard_map` it is the norm over all devices.
+    Where a plain sum of squares leaves fp32, numbers are divided by a power of two near
+    the largest before they are squared, so four times 1e20 give 2e20; half-precision
+    leaves are widened first. The result is inf or NaN exactly if a leaf holds one, or
+    if the norm exceeds fp32. Inside `jax.shard_map` it is the norm over all devices.
     """
+    squares = sum_of_squares(tree)
+    return jax.lax.cond(
+        jnp.isfinite(squares) & (squares > _SAFE_SUM),
+        lambda: jnp.sqrt(squares),
+        lambda: _scaled_norm(tree),
+    )
+
+
+def _scaled_norm(tree: PyTree) -> jax.Array:
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(tree) if is_float(x)]
-    leaves = [x for x in leaves if x.size]
     if not leaves:
         return jnp.zeros((), jnp.float32)
     largest = jnp.stack([jnp.abs(x).max(initial=0) for x in leaves]).max()
     if axes := varying_axes(largest):
         largest = jax.lax.pmax(largest, axes)
     inverse = _inverse_size(largest)
-    # What is split over devices is added up over them; what is copied counts once.
-    squares = {}
-    for x in leaves:
-        squares.setdefault(varying_axes(x), []).append(jnp.square(x * inverse).sum())
-    sums = [
-        jax.lax.psum(jnp.stack(terms).sum(), axes) if axes else jnp.stack(terms).sum()
-        for axes, terms in squares.items()
-    ]
-    return jnp.sqrt(jnp.stack(sums).sum()) / inverse
+    return jnp.sqrt(sum_of_squares([x * inverse for x in leaves])) / inverse
 
 
 def clip_by_norm(tree: PyTree, max_norm: float, norm: jax.Array) -> PyTree:

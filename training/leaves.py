@@ -50,18 +50,43 @@ def varying_axes(x: jax.Array) -> tuple[str, ...]:
     return tuple(sorted(jax.typeof(x).manual_axis_type.varying))
 
 
+def sum_of_squares(tree: PyTree) -> jax.Array:
+    """Over all floating leaves and, inside `jax.shard_map`, devices. A scalar, fp32."""
+    # What is split over devices is added up over them; what is copied counts once.
+    squares = {}
+    for x in jax.tree.leaves(tree):
+        if is_float(x):
+            term = jnp.square(x.astype(jnp.float32)).sum()
+            squares.setdefault(varying_axes(x), []).append(term)
+    sums = [
+        jax.lax.psum(jnp.stack(terms).sum(), axes) if axes else jnp.stack(terms).sum()
+        for axes, terms in squares.items()
+    ]
+    return jnp.stack(sums).sum() if sums else jnp.zeros((), jnp.float32)
+
+
+def _surely_finite(tree: PyTree) -> jax.Array:
+    """False also of finite numbers whose squares exceed fp32. Costs one reading.
+
+    The norm of gradients is made of the same sum, so that XLA adds up only once.
+    """
+    return jnp.isfinite(sum_of_squares(tree))
+
+
 def finite_by_leaf(tree: PyTree) -> jax.Array:
     """For each floating leaf, in order, whether all of it is finite. (leaves,) bool.
 
     Inside `jax.shard_map` all of it means on all devices.
     """
-    # By the largest, which `global_norm` looks for too, so that XLA does it once.
-    verdicts = [
-        jnp.isfinite(jnp.abs(x).max(initial=0))
-        for x in jax.tree.leaves(tree)
-        if is_float(x)
-    ]
-    return _everywhere(jnp.stack(verdicts)) if verdicts else jnp.ones((0,), bool)
+    floats = jax.tree.leaves(float_leaves(tree))
+    if not floats:
+        return jnp.ones((0,), bool)
+
+    def leaf_by_leaf():
+        return _everywhere(jnp.stack([jnp.isfinite(x).all() for x in floats]))
+
+    all_true = jnp.ones((len(floats),), bool)
+    return jax.lax.cond(_surely_finite(floats), lambda: all_true, leaf_by_leaf)
 
 
 def _everywhere(verdict: jax.Array) -> jax.Array:
@@ -80,12 +105,17 @@ def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
     States hold infinities on purpose (the best loss so far begins at inf), so an inf is
     a fault only where a finite number stood before.
     """
-    verdicts = [
-        (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
-        for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-        if is_float(n)
-    ]
-    return _everywhere(jnp.stack(verdicts).all()) if verdicts else jnp.asarray(True)
+
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    pairs = [(n, o) for n, o in pairs if is_float(n)]
+    if not pairs:
+        return jnp.asarray(True)
+
+    def leaf_by_leaf():
+        verdicts = [(jnp.isfinite(n) | ~jnp.isfinite(o)).all() for n, o in pairs]
+        return _everywhere(jnp.stack(verdicts).all())
+
+    return jax.lax.cond(_surely_finite(new), lambda: jnp.asarray(True), leaf_by_leaf)
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:

@@ -153,22 +153,23 @@ def make_train_step(
         )
         grads, loss = window.grads, window.loss
         finite_leaves = finite_by_leaf(grads)
-        norm = global_norm(grads)
-        clipped = clip_by_rules(grads, clip_rules) if clip_rules else grads
-        if clip_norm is not None:
-            left = global_norm(clipped) if clip_rules else norm
-            clipped = clip_by_norm(clipped, clip_norm, left)
-
         # The norm can exceed fp32 though every gradient is finite; clipping would then
         # make all of them zero.
+        norm = global_norm(grads)
         finite = finite_leaves.all() & jnp.isfinite(norm)
-
         before = _written(state)
+
+        def clip():
+            clipped = clip_by_rules(grads, clip_rules) if clip_rules else grads
+            if clip_norm is None:
+                return clipped
+            left = global_norm(clipped) if clip_rules else norm
+            return clip_by_norm(clipped, clip_norm, left)
 
         def update():
             floats = float_leaves(state.params)
             # What is updated is the master weight, whatever its dtype.
-            cast = jax.tree.map(lambda g, p: g.astype(p.dtype), clipped, floats)
+            cast = jax.tree.map(lambda g, p: g.astype(p.dtype), clip(), floats)
             # optax mixes integers and floats, which strict promotion forbids. Of a rate
             # that is an array, updates and traces take the dtype.
             with jax.numpy_dtype_promotion("standard"):
@@ -190,7 +191,10 @@ def make_train_step(
         # A branch, for XLA would otherwise compute the update again inside each check
         # that reads it, which takes twice as long to compile.
         after = jax.lax.cond(finite, update, lambda: before)
-        finite &= stays_finite(after, before)
+        # Another, so that the verdict is computed once, and not by each selection anew.
+        finite = jax.lax.cond(
+            finite, lambda: stays_finite(after, before), lambda: jnp.asarray(False)
+        )
         new = replace(
             state,
             loss_scale=loss_scale.adjust(state.loss_scale, finite),

@@ -65,10 +65,10 @@ def train(config: Config, console: Console, again: Path | None = None) -> Outcom
       LostRunError: if results can be kept no longer.
       KeyboardInterrupt: at the second Ctrl-C.
     """
+    settings = config.model_dump(mode="json")
     if again is not None:
         folder = RunFolder.again(again)
     else:
-        settings = config.model_dump(mode="json")
         folder = RunFolder.new(config.run.folder, config.run.name, settings)
     with folder:
         console.print(f"run folder: {folder.path}", soft_wrap=True, highlight=False)
@@ -88,6 +88,8 @@ def train(config: Config, console: Console, again: Path | None = None) -> Outcom
             state, batches = resume(checkpoints, state, task.batches)
             run = _Run(config, console, task, checkpoints, folder)
             try:
+                if again is not None:  # what is watched may have changed
+                    folder.write_json("config.json", settings)
                 return run(state, Prefetch(batches))
             except (OSError, CheckpointError) as e:
                 raise LostRunError(_what_is_kept(e, folder, checkpoints)) from e

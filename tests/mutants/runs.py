@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _LOOP = "tests/training/test_loop.py::"
 _CHECKPOINT = "tests/training/test_checkpoint.py::"
+_FAILURES = "tests/training/test_checkpoint_failures.py::"
 _SHARDING = "tests/training/test_sharding.py::"
 
 RUNS = (
@@ -40,14 +41,14 @@ RUNS = (
         "training/checkpoint.py",
         "            self._manager.reload()\n",
         "            self._manager.all_steps()\n",
-        (_CHECKPOINT + "test_save_that_fails_in_the_background_leaves_the_one_before",),
+        (_FAILURES + "test_save_that_fails_in_the_background_leaves_the_one_before",),
     ),
     Mutant(
         "checkpoint-begun-without-room",
         "training/checkpoint.py",
         "if free < needed:",
         "if needed < 0:",
-        (_CHECKPOINT + "test_no_room_is_known_before_anything_is_written",),
+        (_FAILURES + "test_no_room_is_known_before_anything_is_written",),
     ),
     Mutant(
         "run-rows-lost-on-a-full-disk",
@@ -93,7 +94,7 @@ RUNS = (
         'rows = [r for r in read_rows(self.path) if r["attempted_steps"] <= steps]',
         "rows = read_rows(self.path)",
         (
-            "tests/training/test_train_command.py::"
+            "tests/training/test_resume_command.py::"
             "test_stopped_run_is_saved_and_goes_on_to_the_same_end",
         ),
     ),

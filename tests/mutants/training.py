@@ -6,6 +6,7 @@ _SCALE = "tests/training/test_loss_scale.py::"
 _STEP = "tests/training/test_step.py::"
 _WINDOW = "tests/training/test_window.py::"
 _COMPRESSION = "tests/training/test_compression.py::"
+_COMPRESSED = "tests/training/test_compressed_training.py::"
 
 LOSS_SCALE = (
     Mutant(
@@ -79,8 +80,8 @@ STEP = (
     Mutant(
         "step-update-not-checked",
         "training/step.py",
-        "        finite &= stays_finite(after, before)\n",
-        "",
+        "lambda: stays_finite(after, before)",
+        "lambda: jnp.asarray(True)",
         (_STEP + "test_optimizer_that_makes_a_nan_is_skipped",),
     ),
     Mutant(
@@ -143,6 +144,20 @@ STEP = (
         (_STEP + "test_state_shares_no_buffer_and_can_be_donated",),
     ),
     Mutant(
+        "clip-norm-underflows",
+        "training/clip.py",
+        " & (squares > _SAFE_SUM)",
+        "",
+        ("tests/training/test_clip.py::test_global_norm",),
+    ),
+    Mutant(
+        "step-infinity-of-the-state-taken-for-a-fault",
+        "training/leaves.py",
+        "verdicts = [(jnp.isfinite(n) | ~jnp.isfinite(o)).all() for n, o in pairs]",
+        "verdicts = [jnp.isfinite(n).all() for n, _ in pairs]",
+        (_STEP + "test_state_that_begins_infinite_is_no_fault",),
+    ),
+    Mutant(
         "clip-norm-overflows",
         "training/clip.py",
         "inverse = _inverse_size(largest)",
@@ -178,7 +193,7 @@ COMPRESSION = (
         "training/compression.py",
         "return sent, x - self.decode(sent, x.shape)",
         "return sent, jnp.zeros_like(x)",
-        (_COMPRESSION + "test_late_gradients_come_and_each_worker_owes_its_own",),
+        (_COMPRESSED + "test_late_gradients_come_and_each_worker_owes_its_own",),
     ),
     Mutant(
         "compression-hides-an-overflow",
@@ -192,16 +207,13 @@ COMPRESSION = (
         "training/step.py",
         "**select(finite, after, before),",
         "**select(finite, after, before) | {'residual': window.residual},",
-        (_COMPRESSION + "test_overflow_on_one_worker_leaves_no_trace",),
+        (_COMPRESSED + "test_overflow_on_one_worker_leaves_no_trace",),
     ),
     Mutant(
         "compression-residual-of-the-sum",
         "training/window.py",
         "jax.tree.map(lambda x: x / weight, owed)",
         "jax.tree.map(lambda x: x, owed)",
-        (
-            _COMPRESSION
-            + "test_parameters_that_are_split_are_compressed_where_they_lie",
-        ),
+        (_COMPRESSED + "test_parameters_that_are_split_are_compressed_where_they_lie",),
     ),
 )

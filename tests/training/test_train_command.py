@@ -1,21 +1,15 @@
 """`opsnn train`, in process: what it leaves, exit codes, one line for a fault."""
 
-import errno
 import json
-import os
 import re
 import runpy
-import shlex
-import shutil
-import signal
-import types
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from opsnn_jax import cli
-from opsnn_jax.training import checkpoint, report, trainer
+from opsnn_jax.training import report, trainer
 from tests.training.tiny import TINY_IMAGES, TINY_TEXT
 
 
@@ -122,190 +116,6 @@ def test_numbers_are_shown_in_full(run, weights_only):
     assert "scale 16777216  skipped" in out
     assert re.search("test accuracy +│ 0.9876 ", out)
     assert re.search("loss scale +│ 16777216 ", out)
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopped_run_is_saved_and_goes_on_to_the_same_end(
-    run, monkeypatch, weights_only, send_at, number, code
-):
-    weights_only.batch_at = float
-    assert run(TINY_IMAGES)[0] == 0
-
-    with monkeypatch.context() as patch:
-        send_at(patch, 4, number)
-        stopped, out, err, runs = run(TINY_IMAGES)
-    assert (stopped, err) == (code, "")
-    folder = runs / "images-1"
-    assert "Stopping after this step" in out
-    line = out.strip().split("\n")[-1]
-    assert line.startswith("Stopped; everything is saved. Go on with: opsnn train ")
-    assert line.endswith(f"--set run.folder={runs} --resume {folder}")
-    rows = report.read_rows(folder / "metrics.jsonl")
-    assert [row["attempted_steps"] for row in rows] == [1, 2, 3, 4]
-    assert (folder / "curves.png").exists()
-    assert not (folder / "results.json").exists()
-
-    # Rows of steps that will be made again, and half a row, as kill -9 leaves them.
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(rows[-1] | {"attempted_steps": 5}) + '\n{"loss": 1.')
-    argv = shlex.split(line.split("opsnn ")[1])
-    assert cli.main(argv) == 0
-    assert_equal_ends(folder, runs / "images-0")
-
-
-def assert_equal_ends(folder, other):
-    assert report.read_rows(folder / "metrics.jsonl") == report.read_rows(
-        other / "metrics.jsonl"
-    )
-    results, others = (
-        json.loads((f / "results.json").read_text()) for f in (folder, other)
-    )
-    assert results | {"seconds": 0} == others | {"seconds": 0}
-
-
-def test_resume_without_a_folder_takes_the_newest(run, monkeypatch, weights_only):
-    runs = run(TINY_IMAGES)[3]
-    newest = (runs / "images-0").rename(runs / "images-10")
-    for name in ("images-9", "images-x"):  # as words, 9 would come after 10
-        (runs / name).mkdir()
-    (newest / "results.json").unlink()
-    code, out, err, _ = run(TINY_IMAGES, "--resume")
-    assert (code, err) == (0, "")
-    assert (newest / "results.json").exists() and str(newest) in out
-    assert len(report.read_rows(newest / "metrics.jsonl")) == 6
-
-
-def test_second_interrupt_aborts(run, monkeypatch, weights_only, send_at):
-    send_at(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
-    before = signal.getsignal(signal.SIGINT)
-    code, _, err, runs = run(TINY_IMAGES)
-    assert (code, err) == (130, "opsnn train: interrupted.\n")
-    assert signal.getsignal(signal.SIGINT) is before
-    assert len(report.read_rows(runs / "images-0" / "metrics.jsonl")) == 2
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        (["--resume"], "there is no run 'images' in"),
-        (["--resume", "/nowhere"], "'/nowhere' is not the folder of a run."),
-    ],
-)
-def test_nothing_to_resume_is_one_line(run, weights_only, options, says):
-    code, _, err, _ = run(TINY_IMAGES, *options)
-    assert code == 2
-    assert says in err and err.count("\n") == 1
-
-
-def test_run_that_cannot_be_resumed_is_one_line(run, weights_only):
-    _, _, _, runs = run(TINY_IMAGES)
-    code, _, err, _ = run(TINY_IMAGES, "--resume", "--set", "optimizer.beta2=0.9")
-    assert code == 2
-    assert "optimizer.beta2 was 0.999 there and is 0.9 here." in err
-    assert err.count("\n") == 1
-    # What does not change the numbers may change.
-    options = ["--set", "run.save_every=2", "--set", "run.keep_best=1"]
-    assert run(TINY_IMAGES, "--resume", *options)[0] == 0
-    shutil.rmtree(runs / "images-0" / "checkpoints")
-    code, _, err, _ = run(TINY_IMAGES, "--resume")
-    assert code == 2
-    assert "stopped before its first checkpoint" in err and err.count("\n") == 1
-
-
-def test_run_with_a_constant_rate_can_be_made_longer(run, weights_only):
-    weights_only.batch_at = float
-    constant = {"schedule": "constant", "warmup_steps": 8}
-    config = TINY_IMAGES | {"optimizer": constant}
-    assert run(config, "--set", "run.steps=10")[0] == 0
-    folder = run(config)[3] / "images-1"
-    code, _, err, runs = run(config, "--resume", "--set", "run.steps=10")
-    assert (code, err) == (0, "")
-    assert_equal_ends(folder, runs / "images-0")
-    # Of one that falls, the rates until now would have been others.
-    code, _, err, _ = run(TINY_IMAGES)
-    code, _, err, _ = run(TINY_IMAGES, "--resume", "--set", "run.steps=10")
-    assert code == 2
-    assert "run.steps was 6 there and is 10 here." in err and err.count("\n") == 1
-
-
-NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.parametrize("last", [2, 4, 6])
-def test_disk_that_fills_up_is_one_line_and_loses_nothing(
-    run, weights_only, monkeypatch, last
-):
-    """Of checkpoints, there is room for those up to `last`, 0 for none."""
-    weights_only.batch_at = float
-    every = ["--set", "run.save_every=2"]
-    straight = run(TINY_IMAGES, *every)[3] / "images-0"
-    saves = []
-
-    def disk_usage(folder):
-        saves.append(1)
-        free = 10**9 if 2 * len(saves) < last else 500
-        return types.SimpleNamespace(free=free)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.shutil, "disk_usage", disk_usage)
-        code, _, err, runs = run(TINY_IMAGES, *every)
-        folder = runs / "images-1"
-        assert code == 1 and err.count("\n") == 1
-        where = re.escape(str(folder / "checkpoints"))
-        why = (
-            r"No space left on device: a checkpoint takes [\d,]+ bytes, 500 are free; "
-        )
-        assert re.search(f"cannot write to {where}: {why}", err)
-        if last == 2:
-            assert "make room and begin anew, for there is no checkpoint yet" in err
-            return
-        go_on = f"make room and go on from step {last - 2} with --resume {folder}.\n"
-        assert err.endswith(go_on)
-        # The rows and the curves are there. A run that goes on too early ends alike.
-        assert len(report.read_rows(folder / "metrics.jsonl")) == last
-        assert (folder / "curves.png").exists()
-        code, _, err, _ = run(TINY_IMAGES, *every, "--resume", str(folder))
-        assert (code, err.count("\n")) == (1, 1) and err.endswith(go_on)
-    assert run(TINY_IMAGES, *every, "--resume", str(folder))[0] == 0
-    assert_equal_ends(folder, straight)
-
-
-@pytest.mark.parametrize("back", [True, False])
-def test_rows_wait_for_room_and_the_run_goes_on(run, weights_only, monkeypatch, back):
-    flush, tried = report.Rows.flush, []
-
-    def no_room(self):
-        tried.append(1)
-        if len(tried) > 1 and (len(tried) < 3 or not back):
-            raise NO_ROOM
-        flush(self)
-
-    monkeypatch.setattr(report.Rows, "flush", no_room)
-    code, _, err, runs = run(TINY_IMAGES)
-    rows = report.read_rows(runs / "images-0" / "metrics.jsonl")
-    if back:
-        assert (code, err) == (0, "")
-        assert [row["attempted_steps"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    else:
-        assert code == 1 and err.count("\n") == 1
-        assert "No space left on device; make room and go on from step 6 with" in err
-        assert len(rows) == 2
-
-
-def test_picture_that_finds_no_room_costs_nothing_else(run, weights_only, monkeypatch):
-    replace = report.replace_file
-
-    def no_room(path, content):
-        if path.suffix == ".png":
-            raise NO_ROOM
-        replace(path, content)
-
-    monkeypatch.setattr(report, "replace_file", no_room)
-    code, out, err, runs = run(TINY_IMAGES)
-    assert (code, err) == (0, "")
-    folder = runs / "images-0"
-    assert f"No curves were drawn: cannot write to {folder}: No space left" in out
-    assert (folder / "results.json").exists()
 
 
 def test_missing_package_is_one_line(monkeypatch, capsys):

@@ -120,6 +120,8 @@ def test_what_is_measured_may_change_when_a_run_goes_on(
     done = [1, 2, 3] if before else []
     assert steps == done + [k for k in (4, 5, 6) if after and (k - 1) % every[0] == 0]
     assert (runs / "images-1" / "monitor.png").exists() == bool(watched)
+    settings = json.loads((runs / "images-1" / "config.json").read_text())
+    assert (settings["monitor"] or {}).items() >= (after or {}).items()
 
 
 def test_monitor_of_what_is_not_there_is_one_line(run, weights_only):

@@ -10,17 +10,7 @@ import optax
 import pytest
 
 from opsnn_jax.training import Policy, TrainState, make_train_step
-
-FP32 = Policy.parse("float32")
-
-
-def linear(params, model_state, batch, rng):
-    """The mean of g w: its gradient is the mean of g."""
-    return (batch["g"] * params["w"]).mean(), (model_state, {})
-
-
-def written(state):
-    return state.params, state.opt_state, state.model_state, state.ema, state.step
+from tests.training.small_models import FP32, linear, written
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
