@@ -53,15 +53,19 @@ def forward(
     residual: jax.Array | None = None,
     *,
     width: int = LANES,
+    looped: bool = False,
 ):
-    """y = activation(conv(x, w) + b + residual), blocks `width` channels wide."""
+    """y = activation(conv(x, w) + b + residual), blocks `width` channels wide.
+
+    `looped`, the blocks are those of one loop, else each is written out.
+    """
     if spec.is_empty:
         return empty_sum(spec, b, residual)
     m = groups_in_block(spec, width)
 
     def fast(x, w):
-        parts = zip(_split(spec, x, m), _filters(spec, w, m), strict=True)
-        return _join(direct.correlate(_block(spec, m), *part) for part in parts)
+        parts = _split(spec, x, m, looped), _filters(spec, w, m, looped)
+        return _each(functools.partial(direct.correlate, _block(spec, m)), *parts)
 
     exact = functools.partial(direct.correlate, spec)
     sums = (fast if m == 1 else or_exact(fast, exact))(x, w)
@@ -69,7 +73,12 @@ def forward(
 
 
 def input_gradient(
-    spec: ConvSpec, w: jax.Array, dy: jax.Array, *, width: int = LANES
+    spec: ConvSpec,
+    w: jax.Array,
+    dy: jax.Array,
+    *,
+    width: int = LANES,
+    looped: bool = False,
 ) -> jax.Array:
     """dx, with the same filters."""
     if spec.is_empty:
@@ -77,15 +86,20 @@ def input_gradient(
     m = groups_in_block(spec, width)
 
     def fast(w, dy):
-        parts = zip(_filters(spec, w, m), _split(spec, dy, m), strict=True)
-        return _join(direct.input_gradient(_block(spec, m), *part) for part in parts)
+        parts = _filters(spec, w, m, looped), _split(spec, dy, m, looped)
+        return _each(functools.partial(direct.input_gradient, _block(spec, m)), *parts)
 
     exact = functools.partial(direct.input_gradient, spec)
     return (fast if m == 1 else or_exact(fast, exact))(w, dy)
 
 
 def weight_gradient(
-    spec: ConvSpec, x: jax.Array, dy: jax.Array, *, width: int = LANES
+    spec: ConvSpec,
+    x: jax.Array,
+    dy: jax.Array,
+    *,
+    width: int = LANES,
+    looped: bool = False,
 ) -> jax.Array:
     """dw, the diagonal of each block's. No sum in it has terms of two groups."""
     if spec.is_empty:
@@ -98,8 +112,7 @@ def weight_gradient(
         dw = jnp.where(_is_diagonal(spec, m)[:, :outputs], dw, 0)
         return dw.reshape(*spec.kernel, -1, spec.w_shape[-2], outputs).sum(-3)
 
-    parts = zip(_split(spec, x, m), _split(spec, dy, m), strict=True)
-    return _join(diagonal(*part) for part in parts)
+    return _each(diagonal, _split(spec, x, m, looped), _split(spec, dy, m, looped))
 
 
 def _block(spec, m):
@@ -113,22 +126,29 @@ def _block(spec, m):
     )
 
 
-def _split(spec, a, m):
-    """The channels of each block. (Blocks as groups of XLA are slower.)"""
-    return jnp.split(a, spec.groups // m, axis=-1)
+def _split(spec, a, m, looped):
+    """The channels of each block: a list, or stacked. (As groups of XLA: slower.)"""
+    count = spec.groups // m
+    if not looped:
+        return jnp.split(a, count, axis=-1)
+    return jnp.moveaxis(a.reshape(*a.shape[:-1], count, -1), -2, 0)
 
 
-def _join(parts):
-    return jnp.concatenate(list(parts), axis=-1)
+def _each(f, *parts):
+    """f of each block, the results side by side."""
+    if isinstance(parts[0], list):
+        return jnp.concatenate([f(*p) for p in zip(*parts, strict=True)], axis=-1)
+    blocks = jnp.moveaxis(lax.map(lambda p: f(*p), parts), 0, -2)
+    return blocks.reshape(*blocks.shape[:-2], -1)
 
 
-def _filters(spec, w, m):
+def _filters(spec, w, m, looped):
     """The dense filter of each block."""
     tiled = jnp.concatenate([w] * m, axis=-2)
     # Selected, for a product of a zero and an infinity is none.
     filters = jnp.where(_is_diagonal(spec, m), tiled, 0)
     # Else XLA may select anew for every product.
-    return lax.optimization_barrier(_split(spec, filters, m))
+    return lax.optimization_barrier(_split(spec, filters, m, looped))
 
 
 def _is_diagonal(spec, m):

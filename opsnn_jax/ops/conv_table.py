@@ -59,9 +59,14 @@ _IMPLEMENTATIONS = (
     _implementation("planes", planes, refuses=planes.refuses),
     _implementation("phases", phases, refuses=phases.refuses),
     _implementation("block_diagonal", block_diagonal, refuses=block_diagonal.refuses),
-    # Two registers of eight numbers, or one of sixteen.
+    # One or two registers of a CPU wide. A filter of many blocks would take minutes to
+    # compile if each were written out.
     _implementation(
-        "block_diagonal_16", block_diagonal, refuses=block_diagonal.refuses, width=16
+        "block_diagonal_16",
+        block_diagonal,
+        refuses=block_diagonal.refuses,
+        width=16,
+        looped=True,
     ),
     _implementation("winograd", winograd, refuses=winograd.refuses),
     *(
