@@ -4,7 +4,7 @@ python benchmarks/conv.py              the table below, results/conv.json and .p
 python benchmarks/conv.py --rows 3x3   only the rows with this in their names, anew
 python benchmarks/conv.py --torch      PyTorch beside them, where it is installed
 
-Rows are layers of ResNet-50 and VGG-16 (batch 8), ResNeXt, MobileNet, a causal
+Rows are layers of ResNet-50 and VGG-16 (batch 8), ResNeXt, MobileNet, ViT, a causal
 depthwise layer of a state-space model, others of one and three dimensions, and four
 convolutions inside `lax.scan`. Columns are forward, dx, dw, and all of them.
 """
@@ -52,12 +52,14 @@ LAYERS = [
     # Of a small ResNet.
     _dense(64, 28, 16, 16), _dense(64, 14, 32, 32),
     Layer("7x7 stride 2", (8, 224, 224, 3), (7, 7, 3, 64), dict(strides=2)),
+    Layer("patches 16x16", (8, 224, 224, 3), (16, 16, 3, 768), dict(strides=16)),
     Layer("3x3 stride 2", (8, 56, 56, 128), (3, 3, 128, 128), dict(strides=2)),
     Layer("5x5", (8, 28, 28, 64), (5, 5, 64, 64)),
     Layer("1x1", (8, 28, 28, 512), (1, 1, 512, 128)),
     Layer("1x1 stride 2", (8, 56, 56, 256), (1, 1, 256, 512), dict(strides=2)),
     Layer("grouped 4-4", (8, 56, 56, 128), (3, 3, 4, 128), dict(groups=32)),
     Layer("grouped 16-16", (8, 14, 14, 512), (3, 3, 16, 512), dict(groups=32)),
+    Layer("grouped 32-32", (8, 14, 14, 512), (3, 3, 32, 512), dict(groups=16)),
     Layer("depthwise 3x3", (8, 56, 56, 128), (3, 3, 1, 128), dict(groups=128)),
     Layer("depthwise 3x3 stride 2", (8, 56, 56, 128), (3, 3, 1, 128),
           dict(groups=128, strides=2)),

@@ -27,7 +27,13 @@ def or_exact(fast: Callable, exact: Callable) -> Callable:
     def run(*arrays):
         y = fast(*arrays)
         finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves(y)))
-        return lax.cond(finite, lambda: y, lambda: exact(*arrays))
+        return lax.platform_dependent(
+            finite,
+            y,
+            *arrays,
+            cpu=functools.partial(exact_in_place, exact),
+            default=functools.partial(exact_by_condition, exact),
+        )
 
     @run.def_vmap
     def _(size, is_mapped, *arrays):
@@ -37,6 +43,20 @@ def or_exact(fast: Callable, exact: Callable) -> Callable:
         return y, jax.tree.map(lambda _: True, y)
 
     return run
+
+
+def exact_by_condition(exact: Callable, finite: jax.Array, y, *arrays):
+    """y if `finite`, else `exact(*arrays)`."""
+    return lax.cond(finite, lambda: y, lambda: exact(*arrays))
+
+
+def exact_in_place(exact: Callable, finite: jax.Array, y, *arrays):
+    """The same by a loop of one pass or none: a CPU copies a condition's result."""
+
+    def step(_):
+        return jnp.array(True), exact(*arrays)
+
+    return lax.while_loop(lambda carry: ~carry[0], step, (finite, y))[1]
 
 
 def _all_finite(y):

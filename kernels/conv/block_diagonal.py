@@ -1,13 +1,16 @@
 """Grouped convolution as dense ones, with the groups on the diagonal of their filters.
 
 A TPU's matrix unit multiplies by at least 128 x 128 numbers at a time, of which a group
-of 8 channels fills a 256th; XLA pads each. As many groups as fit stand here side by
-side in the dense filter of a block of channels:
+of 8 channels fills a 256th; XLA pads each. On a CPU XLA takes groups one at a time, and
+for dw every pair of channels. As many groups as fit stand here side by side in the
+dense filter of a block of channels, as wide as suits the processor:
 
     w'[k, (i, c), (j, o)] = w[k, c, (j, o)] if i = j else 0     for groups i, j
 
 y and dx are the same sums with zeros among their terms. dw is what lies on the diagonal
 of the dense dw'; what lies beside it belongs to no group and is dropped.
+
+Wide groups are blocks of their own, without zeros.
 
 Non-finite inputs: a zero of w' makes NaN of an infinity in another group. A result that
 is not finite is computed again directly.
@@ -32,13 +35,13 @@ def refuses(spec: ConvSpec) -> str | None:
     return None if spec.groups > 1 else "takes groups only, more than one"
 
 
-def groups_in_block(spec: ConvSpec) -> int:
-    """How many groups of one size fill the matrix unit together."""
+def groups_in_block(spec: ConvSpec, width: int = LANES) -> int:
+    """How many groups fit in `width` channels, of input and of output."""
     widest = max(spec.w_shape[-2], spec.w_shape[-1] // spec.groups)
     return max(
         m
         for m in range(1, spec.groups + 1)
-        if spec.groups % m == 0 and (m == 1 or m * widest <= LANES)
+        if spec.groups % m == 0 and (m == 1 or m * widest <= width)
     )
 
 
@@ -48,49 +51,72 @@ def forward(
     w: jax.Array,
     b: jax.Array | None = None,
     residual: jax.Array | None = None,
+    *,
+    width: int = LANES,
+    looped: bool = False,
 ):
-    """y = activation(conv(x, w) + b + residual)."""
+    """y = activation(conv(x, w) + b + residual), blocks `width` channels wide.
+
+    `looped`, the blocks are those of one loop, else each is written out.
+    """
     if spec.is_empty:
         return empty_sum(spec, b, residual)
+    m = groups_in_block(spec, width)
 
     def fast(x, w):
-        parts = zip(_split(spec, x), _filters(spec, w), strict=True)
-        return _join(direct.correlate(_block(spec), *part) for part in parts)
+        parts = _split(spec, x, m, looped), _filters(spec, w, m, looped)
+        return _each(functools.partial(direct.correlate, _block(spec, m)), *parts)
 
-    sums = or_exact(fast, functools.partial(direct.correlate, spec))(x, w)
+    exact = functools.partial(direct.correlate, spec)
+    sums = (fast if m == 1 else or_exact(fast, exact))(x, w)
     return finish(spec, sums, b, residual)
 
 
-def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
+def input_gradient(
+    spec: ConvSpec,
+    w: jax.Array,
+    dy: jax.Array,
+    *,
+    width: int = LANES,
+    looped: bool = False,
+) -> jax.Array:
     """dx, with the same filters."""
     if spec.is_empty:
         return jnp.zeros(spec.x_shape, spec.dtype)
+    m = groups_in_block(spec, width)
 
     def fast(w, dy):
-        parts = zip(_filters(spec, w), _split(spec, dy), strict=True)
-        return _join(direct.input_gradient(_block(spec), *part) for part in parts)
+        parts = _filters(spec, w, m, looped), _split(spec, dy, m, looped)
+        return _each(functools.partial(direct.input_gradient, _block(spec, m)), *parts)
 
-    return or_exact(fast, functools.partial(direct.input_gradient, spec))(w, dy)
+    exact = functools.partial(direct.input_gradient, spec)
+    return (fast if m == 1 else or_exact(fast, exact))(w, dy)
 
 
-def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
+def weight_gradient(
+    spec: ConvSpec,
+    x: jax.Array,
+    dy: jax.Array,
+    *,
+    width: int = LANES,
+    looped: bool = False,
+) -> jax.Array:
     """dw, the diagonal of each block's. No sum in it has terms of two groups."""
     if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
+    m = groups_in_block(spec, width)
 
     def diagonal(x, dy):
-        dw = direct.weight_gradient(_block(spec), x, dy)
+        dw = direct.weight_gradient(_block(spec, m), x, dy)
         outputs = dw.shape[-1]
-        dw = jnp.where(_is_diagonal(spec)[:, :outputs], dw, 0)
+        dw = jnp.where(_is_diagonal(spec, m)[:, :outputs], dw, 0)
         return dw.reshape(*spec.kernel, -1, spec.w_shape[-2], outputs).sum(-3)
 
-    parts = zip(_split(spec, x), _split(spec, dy), strict=True)
-    return _join(diagonal(*part) for part in parts)
+    return _each(diagonal, _split(spec, x, m, looped), _split(spec, dy, m, looped))
 
 
-def _block(spec):
-    """The dense convolution of one block."""
-    m = groups_in_block(spec)
+def _block(spec, m):
+    """The dense convolution of a block of m groups."""
     *kernel, channels, outputs = spec.w_shape
     return dataclasses.replace(
         spec,
@@ -100,27 +126,33 @@ def _block(spec):
     )
 
 
-def _split(spec, a):
-    """The channels of each block. (Blocks as groups of XLA are slower on a TPU.)"""
-    return jnp.split(a, spec.groups // groups_in_block(spec), axis=-1)
+def _split(spec, a, m, looped):
+    """The channels of each block: a list, or stacked. (As groups of XLA: slower.)"""
+    count = spec.groups // m
+    if not looped:
+        return jnp.split(a, count, axis=-1)
+    return jnp.moveaxis(a.reshape(*a.shape[:-1], count, -1), -2, 0)
 
 
-def _join(parts):
-    return jnp.concatenate(list(parts), axis=-1)
+def _each(f, *parts):
+    """f of each block, the results side by side."""
+    if isinstance(parts[0], list):
+        return jnp.concatenate([f(*p) for p in zip(*parts, strict=True)], axis=-1)
+    blocks = jnp.moveaxis(lax.map(lambda p: f(*p), parts), 0, -2)
+    return blocks.reshape(*blocks.shape[:-2], -1)
 
 
-def _filters(spec, w):
+def _filters(spec, w, m, looped):
     """The dense filter of each block."""
-    tiled = jnp.concatenate([w] * groups_in_block(spec), axis=-2)
+    tiled = jnp.concatenate([w] * m, axis=-2)
     # Selected, for a product of a zero and an infinity is none.
-    filters = jnp.where(_is_diagonal(spec), tiled, 0)
+    filters = jnp.where(_is_diagonal(spec, m), tiled, 0)
     # Else XLA may select anew for every product.
-    return lax.optimization_barrier(_split(spec, filters))
+    return lax.optimization_barrier(_split(spec, filters, m, looped))
 
 
-def _is_diagonal(spec):
+def _is_diagonal(spec, m):
     """Whether an input of a block and an output belong to one group."""
-    m = groups_in_block(spec)
     *_, channels, outputs = spec.w_shape
     i = jnp.arange(m * channels)[:, None] // channels
     j = jnp.arange(outputs)[None, :] // (outputs // spec.groups) % m

@@ -10,8 +10,9 @@ All three have the rounding error that `Transform.kappa` predicts. Everything is
 fp32 (fp64 for fp64 data) and rounded once, at the end: half-precision inputs are exact
 in fp32, and the processors this is meant for multiply fp32 at least as fast.
 
-The image is worked through in blocks of tile rows, so that a transformed block, n^2/m^2
-times the size of its input, stays in cache.
+The images are worked through in blocks of tile rows, so that a transformed block,
+n^2/m^2 times the size of its input, stays in cache. A block is of one image, or of
+whole ones, so that its outputs lie together.
 
 Non-finite inputs: the transforms would make NaN of a whole tile that holds an inf, and
 of numbers near the largest. A result that is not finite is computed again directly.
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..conv import direct
+from ..conv import direct, windows
 from ..conv.epilogue import empty_sum, finish
 from ..conv.spec import ConvSpec
 from ..finite import or_exact
@@ -37,8 +38,13 @@ from .transforms import Transform, transform
 # products in 2-D; F(6, 3) a fifth, with four times the rounding error.
 _TILES = {1: 1, 2: 3, 3: 4, 4: 3, 5: 2, 7: 2}
 
-# Bytes of a transformed block. A second-level cache holds 512 KiB to 2 MiB a core.
-_BLOCK_BYTES = 1 << 20
+# Along the first of three axes F(2, 3), lest the error grow with each dimension.
+_DEPTH_TILE = 2
+
+# Tiles of a block: enough for each frequency's product to be worth reading the filter
+# again, few enough to stay in cache. For dw, which is read and written, twice as many.
+_BLOCK_TILES = 64
+_BLOCK_TILES_DW = 128
 
 
 def refuses(spec: ConvSpec) -> str | None:
@@ -132,20 +138,20 @@ def _weight_gradient(spec, m, x, dy):
     tiles = _tiles(spec.out_spatial, ts)
     x = _pad_to_tiles(x, ts, [lo for lo, _ in spec.padding], tiles)
     dy = _pad_to_tiles(dy, ts, [0] * spec.rank, tiles, halo=False)
-    blocks, rows = _blocks(spec, x, dy.shape[-1], tiles, ts)
+    dy = dy.reshape(dy.shape[0], -1, ts[0].m, *dy.shape[2:])
+    blocks = _blocks(spec, x, ts, _BLOCK_TILES_DW)
 
     def block(i):
-        xb, dyb = _rows(x, ts[0], i, rows), _rows(dy, ts[0], i, rows, halo=False)
-        v = _input_transform(spec, xb, ts)  # (*n, N, *tiles, C)
+        v = _input_transform(spec, blocks.of_input(x, i), ts)  # (*n, N, *tiles, C)
+        dyb = blocks.of_output(dy, i)  # (N, tiles, m, *S, O)
+        dyb = dyb.reshape(dyb.shape[0], -1, *dyb.shape[3:])
         z = _expand(spec, dyb, ts)  # (*n, N, *tiles, O)
         return _product(spec, v, z, contract_tiles=True)
 
-    if blocks == 1:
-        du = block(0)
-    else:
-        first = block(0)
+    du = block(0)
+    if blocks.count > 1:
         du, _ = lax.scan(
-            lambda acc, i: (acc + block(i), None), first, jnp.arange(1, blocks)
+            lambda acc, i: (acc + block(i), None), du, jnp.arange(1, blocks.count)
         )
     dw = du.reshape(*(t.n for t in ts), *spec.w_shape[-2:])
     for axis, t in enumerate(ts):
@@ -163,25 +169,26 @@ def _correlate(spec, x, w, pads, out_spatial, m):
 
     tiles = _tiles(out_spatial, ts)
     x = _pad_to_tiles(x, ts, pads, tiles)
-    blocks, rows = _blocks(spec, x, w.shape[-1], tiles, ts)
+    blocks = _blocks(spec, x, ts, _BLOCK_TILES)
 
     def block(i):
-        v = _input_transform(spec, _rows(x, ts[0], i, rows), ts)
+        v = _input_transform(spec, blocks.of_input(x, i), ts)
         products = _product(spec, v, u).reshape(*v.shape[:-1], w.shape[-1])
         return _output_transform(products, ts)
 
-    if blocks == 1:
-        y = block(0)
-    else:
-        y = lax.map(block, jnp.arange(blocks))  # (blocks, N, m * rows, *S, O)
-        y = jnp.moveaxis(y, 0, 1)
-        y = y.reshape(y.shape[0], -1, *y.shape[3:])
+    y = blocks.join(lax.map(block, jnp.arange(blocks.count)))
     return y[:, *(slice(0, size) for size in out_spatial)]
 
 
 def transforms(spec: ConvSpec, m: int | None = None) -> list[Transform]:
     """The transform of each axis; one with one tap is left as it is."""
-    return [transform(1 if r == 1 else m or _TILES[r], r) for r in spec.kernel]
+    default = dict(enumerate(_TILES[r] for r in spec.kernel))
+    if spec.rank == 3 and spec.kernel[0] == 3:
+        default[0] = _DEPTH_TILE
+    return [
+        transform(1 if r == 1 else m or default[axis], r)
+        for axis, r in enumerate(spec.kernel)
+    ]
 
 
 def _tiles(out_spatial, ts) -> list[int]:
@@ -198,24 +205,16 @@ def _pad_to_tiles(x, ts, pads, tiles, halo=True):
     return lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
 
 
-def _blocks(spec, x, other_channels, tiles, ts) -> tuple[int, int]:
-    """How many blocks of how many tile rows: (blocks, rows)."""
-    area = math.prod(count * t.n for count, t in zip(tiles[1:], ts[1:], strict=True))
-    channels = x.shape[-1] + other_channels
-    itemsize = jnp.dtype(spec.accumulate_dtype).itemsize
-    per_row = x.shape[0] * ts[0].n * area * channels * itemsize
-    want = max(1, _BLOCK_BYTES // per_row)
-    # A divisor, so that every block is whole.
-    rows = max(r for r in range(1, tiles[0] + 1) if tiles[0] % r == 0 and r <= want)
-    return tiles[0] // rows, rows
-
-
-def _rows(x, t, i, rows, halo=True):
-    """The input rows of block i."""
-    size = rows * t.m + (t.r - 1 if halo else 0)
-    if x.shape[1] == size:
-        return x
-    return lax.dynamic_slice_in_dim(x, i * rows * t.m, size, axis=1)
+def _blocks(spec, padded, ts, most) -> windows.Slabs:
+    """`padded` in blocks of at most `most` tiles, a tile being what one output was."""
+    tile_by_tile = dataclasses.replace(
+        spec,
+        x_shape=padded.shape,
+        w_shape=(*(t.n for t in ts), *spec.w_shape[-2:]),
+        strides=tuple(t.m for t in ts),
+        padding=((0, 0),) * spec.rank,
+    )
+    return windows.Slabs(tile_by_tile, lambda count: count <= most)
 
 
 def _input_transform(spec, x, ts):
@@ -237,16 +236,16 @@ def _expand(spec, dy, ts):
 
 def _output_transform(products, ts):
     """AT along every axis, tiles put back together: (N, *(m * tiles), O)."""
-    for axis, t in reversed(list(enumerate(ts))):
+    rank = len(ts)
+    for axis, t in enumerate(ts):
         at = t.array("at", products.dtype)
         products = _apply(at, _unstack(products, axis), axis)
-        # (*n before, m, N, *tiles before, tiles, ...): move m beside its tiles, merge.
-        dim = axis + 1 + axis
-        products = jnp.moveaxis(products, axis, dim + 1)
-        shape = products.shape
-        merged = (*shape[:dim], shape[dim] * t.m, *shape[dim + 2 :])
-        products = products.reshape(merged)
-    return products
+    # (*m, N, *tiles, O), interleaved by one copy: each in a transform of its own would
+    # keep XLA from working on whole vectors of channels.
+    n, *tiles, o = products.shape[rank:]
+    order = [axis for i in range(rank) for axis in (rank + 1 + i, i)]
+    y = lax.transpose(products, (rank, *order, 2 * rank + 1))
+    return y.reshape(n, *(c * t.m for c, t in zip(tiles, ts, strict=True)), o)
 
 
 def _tile_elements(x, axis, ts, halo=True):

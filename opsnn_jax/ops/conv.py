@@ -76,14 +76,16 @@ def conv(
       implementation: None chooses for each platform, forward, dx and dw apart;
         "direct" is XLA's convolution; "gemm" matrix products of gathered inputs;
         "pointwise" (1-tap kernels) one matrix product; "depthwise" (groups = C)
-        shifted multiply-adds; "block_diagonal" (groups) dense convolutions with
-        zeros in their filters; "planes" (three dimensions) a sum of two-dimensional
-        convolutions; "winograd" F(4, 3) in plain XLA (F(2, 5) for 5 taps, and so on;
-        any number of dimensions); "winograd_f2", "winograd_f4", "winograd_f6" tiles of
-        2, 4, 6 outputs for 3 taps, of 2 and 4 for 5; "pallas_tpu" F(4, 3) as a Pallas
-        kernel; "pallas_tpu_depthwise" (groups = C, stride 1) a Pallas kernel;
-        "reference" is `lax.conv_general_dilated` without a derivative rule of
-        ours. A sequence is an order of preference. `opsnn_jax.explain` tells which.
+        shifted multiply-adds; "block_diagonal" and "block_diagonal_16" (groups) dense
+        convolutions with zeros in their filters, 128 and 16 channels wide; "phases"
+        (strides) stride 1 over the phases of x; "planes" (three dimensions) a sum of
+        two-dimensional convolutions; "winograd" F(4, 3) in plain XLA (F(2, 5) for 5
+        taps, and so on; in three dimensions F(2, 3) along the first); "winograd_f2",
+        "winograd_f4", "winograd_f6" tiles of 2, 4, 6 outputs for 3 taps, of 2 and 4 for
+        5; "pallas_tpu" F(4, 3) as a Pallas kernel; "pallas_tpu_depthwise" (groups = C,
+        stride 1) a Pallas kernel; "reference" is `lax.conv_general_dilated` without a
+        derivative rule of ours. A sequence is an order of preference.
+        `opsnn_jax.explain` tells which.
 
     Returns:
       `(N, *T, O)` of x's dtype, T as in `lax.conv_general_dilated`.
@@ -96,7 +98,8 @@ def conv(
     Precision: products are summed in fp32 (fp64 for fp64) and rounded once. Winograd's
       rms error is the product over the dimensions of `Transform.kappa` times that of
       the direct form: 1.7 for F(2, 3) in 2-D, 4.8 for F(4, 3), 21 for F(6, 3), 5.4 for
-      F(2, 5), 19 for F(4, 5). Only F(4, 3) is ever chosen.
+      F(2, 5), 19 for F(4, 5); in 3-D 6.2 for "winograd", 10 for "winograd_f4". Only
+      F(4, 3), F(2, 5) and "winograd" in 3-D are ever chosen.
     Non-finite values: as the direct form gives them.
     Deterministic: yes.
     References: Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks",

@@ -15,6 +15,7 @@ from opsnn_jax.kernels.conv import (
     depthwise,
     direct,
     gemm,
+    phases,
     planes,
     pointwise,
 )
@@ -56,7 +57,17 @@ _IMPLEMENTATIONS = (
     _implementation("pointwise", pointwise, refuses=pointwise.refuses),
     _implementation("depthwise", depthwise, refuses=depthwise.refuses),
     _implementation("planes", planes, refuses=planes.refuses),
+    _implementation("phases", phases, refuses=phases.refuses),
     _implementation("block_diagonal", block_diagonal, refuses=block_diagonal.refuses),
+    # One or two registers of a CPU wide. A filter of many blocks would take minutes to
+    # compile if each were written out.
+    _implementation(
+        "block_diagonal_16",
+        block_diagonal,
+        refuses=block_diagonal.refuses,
+        width=16,
+        looped=True,
+    ),
     _implementation("winograd", winograd, refuses=winograd.refuses),
     *(
         _implementation(
@@ -80,25 +91,44 @@ class Rule:
     because: str
 
 
+def _is_3x3(spec):
+    return spec.rank > 1 and set(spec.kernel) == {3}
+
+
 def _winograd_pays(spec):
-    # Where the transforms, which memory bounds, are little beside the products.
-    fewest = min(spec.w_shape[-2:])
-    return spec.kernel == (3, 3) and fewest >= 64 and _tiles(spec) * fewest > 1 << 16
+    # Where the transforms, which memory bounds, are little beside the products: those
+    # of the image with enough channels, that of the filter with enough tiles.
+    fewest, most = sorted(spec.w_shape[-2:])
+    if spec.kernel == (5, 5):
+        return fewest >= 64 and _tiles(spec) >= 4 * most
+    enough = fewest >= (64 if spec.rank == 2 else 32)
+    return _is_3x3(spec) and enough and _tiles(spec) >= 0.75 * most
 
 
 def _winograd_pays_for_dw(spec):
     # The products sum over tiles, and give as many results as the filter has.
     fewest, most = sorted(spec.w_shape[-2:])
-    enough = _tiles(spec) >= max(96, most / 2)
-    return spec.kernel == (3, 3) and fewest >= 32 and enough
+    enough = fewest >= (32 if spec.rank == 2 else 16)
+    return _is_3x3(spec) and enough and _tiles(spec) >= max(96, most / 2)
 
 
 def _has_narrow_groups(spec):
     return spec.groups > 1 and spec.w_shape[-2] < 16
 
 
+def _takes_patches(spec):
+    pairs = zip(spec.kernel, spec.strides, strict=True)
+    return phases.refuses(spec) is None and all(k <= s for k, s in pairs)
+
+
+def _has_few_inputs(spec):
+    return spec.rank < 3 and spec.x_shape[-1] <= 16 and phases.refuses(spec) is None
+
+
 def _tiles(spec):
-    return spec.x_shape[0] * math.prod(-(-s // 4) for s in spec.out_spatial)
+    """How many of Winograd's tiles cover the output."""
+    axes = zip(spec.out_spatial, winograd.transforms(spec), strict=True)
+    return spec.x_shape[0] * math.prod(-(-size // t.m) for size, t in axes)
 
 
 def _blocks_pay(spec):
@@ -118,12 +148,25 @@ _RULES = (
         "one matrix product, with nothing to gather",
     ),
     Rule(
+        "block_diagonal_16", "cpu", _ALL,
+        lambda spec: spec.groups > 1 and spec.rank < 3,
+        "XLA takes groups one after the other, and dw over every pair of channels",
+    ),
+    Rule(
         "gemm", "cpu", ("fwd", "dx"), _has_narrow_groups,
         "XLA takes narrow groups one after the other",
     ),
     Rule(
         "gemm", "cpu", ("dw",), lambda spec: spec.groups > 1,
         "XLA takes dw of groups over every pair of channels",
+    ),
+    Rule(
+        "phases", "cpu", _ALL, _takes_patches,
+        "no output shares an input with another: one matrix product, nothing to gather",
+    ),
+    Rule(
+        "phases", "cpu", ("dx",), _has_few_inputs,
+        "XLA multiplies the zeros that the stride puts between the elements of dy",
     ),
     Rule(
         "winograd", "cpu", ("fwd", "dx"), _winograd_pays,

@@ -14,7 +14,7 @@ from opsnn_jax.ops.conv_table import TABLE
 from tests.numerics import assert_as_accurate
 from tests.ops.conv_cases import draw, value_and_vjp
 
-# A call that each implementation takes.
+# A call that each implementation takes, its result as large as x.
 CALLS = {
     name: ((2, 5, 6, 3), (3, 3, 3, 4), {})
     for name in TABLE.implementations
@@ -22,6 +22,8 @@ CALLS = {
     "pointwise": ((2, 5, 6, 3), (1, 1, 3, 4), {}),
     "depthwise": ((2, 5, 6, 4), (3, 3, 1, 4), dict(groups=4)),
     "block_diagonal": ((2, 5, 6, 4), (3, 3, 2, 4), dict(groups=2)),
+    "block_diagonal_16": ((2, 5, 6, 4), (3, 3, 2, 4), dict(groups=2)),
+    "phases": ((2, 5, 6, 3), (3, 3, 3, 4), dict(strides=2, padding=((3, 3), (4, 3)))),
     "pallas_tpu_depthwise": ((2, 5, 6, 4), (3, 3, 1, 4), dict(groups=4)),
     "planes": ((2, 3, 4, 5, 3), (3, 1, 3, 3, 4), {}),
 }  # fmt: skip

@@ -48,12 +48,26 @@ CALLS = {
         ((2, 5, 260), (3, 130, 2), dict(groups=2, dilation=2)),
         ((2, 3, 4, 3, 4), (2, 1, 3, 1, 8), dict(groups=4)),
     ],
+    "block_diagonal_16": [
+        # 24 groups of 2 by 3 in blocks of four; two of 3 by 17 one by one.
+        ((2, 9, 8, 48), (3, 2, 2, 72), dict(groups=24, strides=(2, 3))),
+        ((1, 7, 6, 6), (3, 3, 3, 34), dict(groups=2, padding=((1, 0), (2, -1)))),
+    ],
+    "phases": [
+        # Outputs that leave a remainder, cropping, strides of one and above the filter.
+        ((2, 11, 8, 3), (3, 5, 3, 4), dict(strides=(2, 3))),
+        ((2, 9, 10, 2), (7, 3, 2, 5), dict(strides=2, padding=((3, -1), (-2, 1)))),
+        ((1, 8, 7, 3), (2, 1, 3, 4), dict(strides=(3, 1), padding="VALID")),
+        ((2, 13, 9, 2), (4, 2, 2, 3), dict(strides=(4, 3), padding="VALID")),
+        ((2, 17, 2), (5, 2, 3), dict(strides=3, padding="CAUSAL")),
+        ((1, 5, 4, 6, 2), (2, 3, 1, 2, 3), dict(strides=(2, 1, 3))),
+    ],
     "planes": [
         ((2, 5, 5, 6, 2), (3, 2, 1, 2, 3), dict(strides=(2, 2, 1))),
         ((1, 6, 4, 3, 4), (2, 3, 3, 2, 4), dict(groups=2, dilation=(2, 1, 1))),
     ],
 }  # fmt: skip
-XLA = ["gemm", "pointwise", "depthwise", "block_diagonal", "planes"]
+XLA = ["gemm", "pointwise", "depthwise", "block_diagonal", "planes", "phases"]
 EACH = [(name, *call) for name, calls in CALLS.items() for call in calls]
 
 
@@ -171,9 +185,16 @@ CHOSEN = [
     ((32, 28, 28, 16), (3, 3, 16, 16), {}, ("direct", "direct", "direct")),
     ((8, 28, 28, 64), (1, 1, 64, 32), {}, ("pointwise",) * 3),
     ((8, 28, 28, 64), (3, 3, 1, 64), dict(groups=64), ("depthwise",) * 3),
-    ((8, 28, 28, 64), (3, 3, 4, 64), dict(groups=16), ("gemm",) * 3),
-    ((8, 14, 14, 64), (3, 3, 16, 64), dict(groups=4), ("direct", "direct", "gemm")),
+    ((8, 28, 28, 64), (3, 3, 4, 64), dict(groups=16), ("block_diagonal_16",) * 3),
+    ((8, 14, 14, 64), (3, 3, 32, 64), dict(groups=2), ("block_diagonal_16",) * 3),
+    ((2, 4, 6, 6, 8), (3, 3, 3, 2, 8), dict(groups=4), ("gemm",) * 3),
+    ((2, 4, 6, 6, 32), (3, 3, 3, 16, 32), dict(groups=2), ("planes", "planes", "gemm")),
     ((2, 8, 9, 9, 4), (3, 3, 3, 4, 4), {}, ("planes",) * 3),
+    ((2, 16, 28, 28, 16), (3, 3, 3, 16, 16), {}, ("planes", "planes", "winograd")),
+    ((2, 16, 28, 28, 32), (3, 3, 3, 32, 32), {}, ("winograd",) * 3),
+    ((8, 28, 28, 64), (5, 5, 64, 64), {}, ("winograd", "winograd", "direct")),
+    ((8, 224, 224, 3), (7, 7, 3, 64), dict(strides=2), ("direct", "phases", "direct")),
+    ((8, 224, 224, 3), (16, 16, 3, 64), dict(strides=16), ("phases",) * 3),
 ]
 
 

@@ -17,6 +17,7 @@ TILES = [
     ("winograd", (1, 7, 9, 3), (5, 5, 3, 4), (2, 5), 2),
     ("winograd", (1, 7, 6, 3), (2, 4, 3, 4), (3, 4), 2),
     ("winograd", (1, 5, 6, 7, 2), (3, 1, 3, 2, 3), (4, 3), 2),
+    ("winograd", (1, 5, 6, 7, 2), (3, 3, 3, 2, 3), (4, 3), 3),
     ("winograd_f2", (2, 7, 9, 3), (3, 3, 3, 5), (2, 3), 2),
     ("winograd_f4", (1, 9, 7, 3), (5, 5, 3, 4), (4, 5), 2),
     ("winograd_f6", (2, 7, 13, 3), (3, 3, 3, 5), (6, 3), 2),
@@ -49,18 +50,32 @@ def test_many_channels(m, dtype, channels, key):
     assert_within(y, truth, {kind: e + rounding for kind, e in bound.items()})
 
 
-def test_smaller_tiles_are_more_accurate(key):
-    x, w = draw(key, (1, 12, 12, 64), (3, 3, 64, 8), "float32", bias=False)
+@pytest.mark.parametrize(
+    ("x", "w", "names"),
+    [
+        (
+            (1, 12, 12, 64),
+            (3, 3, 64, 8),
+            ["winograd_f2", "winograd_f4", "winograd_f6"],
+        ),
+        # Of three dimensions the default takes smaller tiles along the first.
+        (
+            (1, 8, 8, 8, 32),
+            (3, 3, 3, 32, 8),
+            ["winograd_f2", "winograd", "winograd_f4"],
+        ),
+    ],
+)
+def test_smaller_tiles_are_more_accurate(x, w, names, key):
+    x, w = draw(key, x, w, "float32", bias=False)
     with jax.enable_x64(True):
         wide = x.astype(jnp.float64), w.astype(jnp.float64)
-        truth = np.asarray(conv2d(*wide, implementation="reference"))
-    error = {
-        m: np.abs(
-            np.asarray(conv2d(x, w, implementation=f"winograd_f{m}")) - truth
-        ).max()
-        for m in (2, 4, 6)
-    }
-    assert error[2] < error[4] < error[6]
+        truth = np.asarray(conv(*wide, implementation="reference"))
+    small, middle, large = (
+        np.sqrt(np.mean((np.asarray(conv(x, w, implementation=n)) - truth) ** 2))
+        for n in names
+    )
+    assert small < middle < large
 
 
 @pytest.mark.parametrize(
