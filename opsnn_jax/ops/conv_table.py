@@ -107,9 +107,12 @@ def _blocks_pay(spec):
     return many and block_diagonal.groups_in_block(spec) > 1
 
 
-def _fills_registers(spec):
-    # 8 columns of 128 channels. Else XLA lays images out in another way than the kernel
-    # takes them, with 8 images in a register, and moves them before and after.
+def fills_registers(spec: ConvSpec) -> bool:
+    """Whether registers of 8 columns by 128 channels cut images evenly.
+
+    Else XLA lays images out in another way than the depthwise kernels for a TPU take
+    them, say with 8 images in a register, and moves them before and after.
+    """
     columns = spec.spatial[-1], spec.out_spatial[-1]
     return spec.x_shape[-1] % 128 == 0 and all(size % 8 == 0 for size in columns)
 
@@ -151,7 +154,7 @@ _RULES = (
     ),
     Rule(
         "pallas_tpu_depthwise", "tpu", _ALL,
-        lambda spec: spec.is_depthwise and _fills_registers(spec),
+        lambda spec: spec.is_depthwise and fills_registers(spec),
         "every element is loaded once, and a tap is a load at another place",
     ),
 )  # fmt: skip

@@ -2,7 +2,6 @@
 kernel for both."""
 
 import functools
-import math
 
 from opsnn_jax.dispatch import Implementation, Requested, Table, deferred
 from opsnn_jax.kernels.conv import separable
@@ -42,9 +41,7 @@ def table(each: Requested) -> Table:
 
 def fused_pays(spec: SeparableSpec) -> bool:
     """Whether one kernel is faster than two convolutions on a TPU."""
-    # With few pixels in an image, the filter's way into the matrix unit takes longer
-    # than the products; two convolutions take all images at once.
-    return math.prod(spec.depthwise.out_spatial) >= 196
+    return conv_table.fills_registers(spec.depthwise)
 
 
 def _order(name: str, platform: str, spec: SeparableSpec) -> tuple[str, ...]:
