@@ -44,6 +44,9 @@ def _of_equation(eqn) -> int:
     if name == "pallas_call":
         estimate = params.get("cost_estimate")
         return estimate.flops // 2 if estimate is not None else 0
+    if name == "opsnn_pass":  # a pass within another, of which the plain form counts
+        specs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+        return count_multiplies(params["run"].as_plain(), *specs)
     inner = [_of_jaxpr(jaxpr) for jaxpr in _jaxprs(params)]
     if name == "cond":
         return min(inner, default=0)

@@ -94,6 +94,8 @@ class Pass:
     without_kernels: tuple[tuple[str, Implementation], ...]
     refused: tuple[tuple[str, str], ...]  # platform -> why nothing runs there
     plain: Callable  # the same pass as plain JAX
+    # The spec that the choice was made for; what is run may keep more for a gradient.
+    chosen_for: Hashable
 
     def on(self, target: Target) -> Callable:
         """The function of the arrays that runs there.
@@ -138,7 +140,7 @@ class Pass:
     def __call__(self, *arrays: jax.Array):
         """Runs the pass. Returns the array, or a tuple where there are several."""
         if (record := _record.get()) is not None:
-            record.arrays[self.op, self.name] = self.spec, arrays
+            record.arrays[self.op, self.name, self.chosen_for] = self.spec, arrays
         outs = bind(self, *arrays)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
@@ -149,7 +151,8 @@ class Record:
 
     Attributes:
       choices: (table, requested, spec, choice) of every call.
-      arrays: by op and pass the spec and the arrays that the pass was last called with.
+      arrays: by op, pass and the spec that it was chosen for, the spec and the arrays
+        that the pass was last called with.
     """
 
     choices: list = field(default_factory=list)
@@ -270,7 +273,7 @@ class Table:
                 raise NotImplementedError(refused[0][1])
             plain = self._plain.passes[name]
             by_platform = map(tuple, (chosen, without_kernels, refused))
-            passes.append(Pass(self.op, name, spec, *by_platform, plain))
+            passes.append(Pass(self.op, name, spec, *by_platform, plain, spec))
         choice = Choice(tuple(passes))
         if (record := _record.get()) is not None:
             record.choices.append((self, requested, spec, choice))

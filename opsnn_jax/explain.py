@@ -173,7 +173,8 @@ def _trace_with_gradient(f, args):
 def _explain_pass(table, requested, each, platform, record, compile):
     chosen = dict(each.by_platform).get(platform)
     reasons = table.standing(requested, each.name, platform, each.spec)
-    spec, arrays = record.arrays.get((each.op, each.name), (each.spec, None))
+    key = each.op, each.name, each.spec
+    spec, arrays = record.arrays.get(key, (each.spec, None))
     candidates = []
     for implementation in table.implementations.values():
         multiplies = workspace = None

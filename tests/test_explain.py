@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from opsnn_jax import conv2d, explain, flash_attention
+from opsnn_jax import conv2d, explain, flash_attention, separable_conv2d
 from opsnn_jax.costs import count_multiplies
 
 X = jax.ShapeDtypeStruct((8, 56, 56, 64), "float32")
@@ -57,6 +57,20 @@ def test_attention_and_functions_of_several_ops():
     }  # fmt: skip
     assert told["bwd"].chosen == "xla"
     assert "number 1 in the order" in str(told)
+
+
+def test_two_calls_of_one_op_are_told_apart():
+    x, depthwise, pointwise = (
+        jax.ShapeDtypeStruct(shape, "float32")
+        for shape in ((1, 8, 8, 128), (3, 3, 1, 128), (1, 1, 128, 2))
+    )
+    told = explain(separable_conv2d, x, depthwise, pointwise, platform="tpu")
+    both = 64 * 128 * 9 + 64 * 128 * 2
+    fused, separate = told["fwd"].candidates
+    assert (fused.chosen, fused.name) == (True, "pallas_tpu_separable")
+    assert fused.multiplies == separate.multiplies == both
+    of_dw = [p.candidates[0].multiplies for p in told.passes if p.name == "dw"]
+    assert of_dw == [64 * 128 * 9, 64 * 128 * 2]
 
 
 def test_workspace_is_that_of_the_compiled_pass():

@@ -1,7 +1,7 @@
 """Depthwise convolution as a Pallas TPU kernel: one or two dimensions, stride 1.
 
-One grid step takes one image of 128 channels whole: copies it in fp32 into the middle
-of a padded buffer, and computes row by row
+One grid step takes a strip of one image, of 128 channels. With the image in fp32 in the
+middle of a padded buffer it computes, row by row,
 
     y[i, j, c] = sum_{p, q} buffer[i + d p, j + d' q, c] w[p, q, c]
 
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..tiling import SUBLANES, ceil_div, result_type
-from . import depthwise_tpu_image as image
-from .depthwise_tpu_image import as_image, f32
+from ..tiling import SUBLANES, result_type, round_up
+from . import depthwise_tpu_image as images
+from .depthwise_tpu_image import Image, as_image, f32
 from .epilogue import empty_sum, finish
 from .spec import ConvSpec
 from .windows import transpose_filter
@@ -40,7 +40,7 @@ def refuses(spec: ConvSpec) -> str | None:
         )
     if any(s != 1 for s in spec.strides):
         return f"takes no strides, got {spec.strides}"
-    if max(image.vmem(as_image(s)) for s in (spec, _adjoint(spec))) > image.VMEM_LIMIT:
+    if max(as_image(s).vmem for s in (spec, _adjoint(spec))) > images.VMEM_LIMIT:
         return f"takes images that fit vector memory only, got {spec.spatial}"
     return None
 
@@ -76,24 +76,21 @@ def weight_gradient(
     """dw, summed over the images in one block."""
     if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
-    w_shape, spec = spec.w_shape, as_image(spec)
-    channels, taps = image.block_channels(spec), math.prod(spec.kernel)
+    w_shape, image = spec.w_shape, as_image(spec)
+    spec, channels, taps = image.spec, image.channels, math.prod(spec.kernel)
     dw = pl.pallas_call(
-        functools.partial(_weight_gradient_kernel, spec=spec),
-        grid=(ceil_div(spec.x_shape[-1], channels), spec.x_shape[0]),
-        in_specs=[
-            image.image_block(spec.spatial, channels),
-            image.image_block(spec.out_spatial, channels),
-        ],
-        out_specs=image.channels_block(taps, channels),
+        functools.partial(_weight_gradient_kernel, image=image),
+        grid=image.grid,
+        in_specs=[image.image_block(), image.strip_block(channels)],
+        out_specs=image.channels_block(taps),
         out_shape=result_type((taps, spec.x_shape[-1]), jnp.float32),
         scratch_shapes=[
-            image.buffer(spec),
-            pltpu.VMEM((image.most_columns(spec), channels), jnp.float32),
+            pltpu.VMEM(image.buffer_shape, jnp.float32),
+            pltpu.VMEM((image.columns, channels), jnp.float32),
             pltpu.VMEM((taps, SUBLANES, channels), jnp.float32),
         ],
-        compiler_params=image.compiler_params(),
-        cost_estimate=image.cost(spec),
+        compiler_params=images.compiler_params(),
+        cost_estimate=images.cost(spec),
         interpret=interpret,
         name="depthwise_weight_gradient",
     )(x.reshape(spec.x_shape), dy.reshape(spec.y_shape))
@@ -101,35 +98,32 @@ def weight_gradient(
 
 
 def _correlate(spec, x, w, b, residual, interpret):
-    shape, spec = spec.y_shape, as_image(spec)
-    channels, taps = image.block_channels(spec), math.prod(spec.kernel)
-    y_spec = image.image_block(spec.out_spatial, channels)
+    shape, image = spec.y_shape, as_image(spec)
+    spec, taps = image.spec, math.prod(spec.kernel)
+    y_spec = image.strip_block(image.channels)
     y_type = result_type(spec.y_shape, spec.dtype)
     operands = [x.reshape(spec.x_shape), w.reshape(taps, -1)]
-    in_specs = [
-        image.image_block(spec.spatial, channels),
-        image.channels_block(taps, channels),
-    ]
+    in_specs = [image.image_block(), image.channels_block(taps)]
     if b is not None:
         operands.append(b[None])
-        in_specs.append(image.channels_block(1, channels))
+        in_specs.append(image.channels_block(1))
     if residual is not None:
         operands.append(residual.reshape(spec.y_shape))
         in_specs.append(y_spec)
     outs = pl.pallas_call(
         functools.partial(
             _correlate_kernel,
-            spec=spec,
+            image=image,
             has_bias=b is not None,
             has_residual=residual is not None,
         ),
-        grid=(ceil_div(spec.x_shape[-1], channels), spec.x_shape[0]),
+        grid=image.grid,
         in_specs=in_specs,
         out_specs=[y_spec] * (1 + spec.keep_preactivation),
         out_shape=[y_type] * (1 + spec.keep_preactivation),
-        scratch_shapes=[image.buffer(spec)],
-        compiler_params=image.compiler_params(),
-        cost_estimate=image.cost(spec),
+        scratch_shapes=[pltpu.VMEM(image.buffer_shape, jnp.float32)],
+        compiler_params=images.compiler_params(),
+        cost_estimate=images.cost(spec),
         interpret=interpret,
         name="depthwise_correlate",
     )(*operands)
@@ -140,22 +134,22 @@ def _correlate(spec, x, w, b, residual, interpret):
 # Kernel bodies.
 
 
-def _correlate_kernel(x_ref, w_ref, *refs, spec: ConvSpec, has_bias, has_residual):
-    """y (1, Ho, Wo, C) from x (1, H, W, C) and w (taps, C).
+def _correlate_kernel(x_ref, w_ref, *refs, image: Image, has_bias, has_residual):
+    """A strip of y (1, rows, Wo, C) from x (1, H, W, C) and w (taps, C).
 
     After w come b (1, C) and the residual, if there are; y, and z if the spec keeps it;
     and the padded image as scratch.
     """
-    refs = list(refs)
+    spec, refs = image.spec, list(refs)
     bias = f32(refs.pop(0)[...]) if has_bias else None
     residual_ref = refs.pop(0) if has_residual else None
     *y_refs, buffer_ref = refs
-    image.fill(buffer_ref, x_ref, spec)
+    images.begin(buffer_ref, x_ref, image)
     weights = f32(w_ref[...])
 
-    def store(row, rows, start, size, columns):
+    def store(row, rows, start, size, _, taps):
         sums = [None] * rows
-        for k, i, tap in image.taps(buffer_ref, row, rows, start, columns, spec):
+        for k, i, tap in taps:
             product = tap * weights[k : k + 1]
             sums[i] = product if sums[i] is None else sums[i] + product
         for i in range(rows):
@@ -169,21 +163,29 @@ def _correlate_kernel(x_ref, w_ref, *refs, spec: ConvSpec, has_bias, has_residua
             for ref, out in zip(y_refs, outs, strict=True):
                 ref[where] = out
 
-    image.by_blocks(spec, store)
+    images.by_blocks(buffer_ref, x_ref, image, store)
 
 
 def _weight_gradient_kernel(
-    x_ref, dy_ref, dw_ref, buffer_ref, dy_row_ref, sums_ref, *, spec: ConvSpec
+    x_ref, dy_ref, dw_ref, buffer_ref, dy_row_ref, sums_ref, *, image: Image
 ):
-    """dw (taps, C), summed over the images of the grid's inner dimension."""
-    image.fill(buffer_ref, x_ref, spec)
+    """dw (taps, C), summed over the images and strips of the grid's inner dimensions.
 
-    @pl.when(pl.program_id(1) == 0)
+    Beside x comes a strip of dy.
+    """
+    images.begin(buffer_ref, x_ref, image)
+
+    first, last = (
+        (pl.program_id(1) == n) & (pl.program_id(2) == s)
+        for n, s in ((0, 0), (pl.num_programs(1) - 1, pl.num_programs(2) - 1))
+    )
+
+    @pl.when(first)
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
 
-    def add(row, rows, start, size, columns):
-        dy_rows = []
+    def add(row, rows, start, size, _, taps):
+        dy_rows, columns = [], round_up(size, SUBLANES)
         for i in range(rows):
             dy_row = f32(dy_ref[0, row + i, pl.ds(start, size)])
             if size < columns:
@@ -192,16 +194,16 @@ def _weight_gradient_kernel(
                 dy_row_ref[:size] = dy_row
                 dy_row = dy_row_ref[:columns]
             dy_rows.append(dy_row)
-        sums = [0] * math.prod(spec.kernel)
-        for k, i, tap in image.taps(buffer_ref, row, rows, start, columns, spec):
+        sums = [0] * math.prod(image.spec.kernel)
+        for k, i, tap in taps:
             products = (tap * dy_rows[i]).reshape(-1, SUBLANES, tap.shape[-1])
             sums[k] += products.sum(0)
         for k, total in enumerate(sums):
             sums_ref[k] += total
 
-    image.by_blocks(spec, add)
+    images.by_blocks(buffer_ref, x_ref, image, add)
 
-    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+    @pl.when(last)
     def _():
         dw_ref[...] = sums_ref[...].sum(1)
 

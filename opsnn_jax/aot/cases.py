@@ -53,6 +53,7 @@ def _depthwise_cases():
     # A layer of MobileNet; the causal convolution of a state-space model.
     for name, x, w, options in (
         ("fwd", (8, 56, 56, 128), (3, 3, 1, 128), {}),
+        ("dx", (8, 56, 56, 128), (3, 3, 1, 128), {}),
         ("dw", (8, 56, 56, 128), (3, 3, 1, 128), {}),
         ("fwd", (4, 1024, 512), (4, 1, 512), {"padding": "CAUSAL"}),
     ):
@@ -74,7 +75,26 @@ def _make_depthwise(name, x, w, options):
     x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (x, w))
     if name == "fwd":
         return f, (x, w)
-    return lambda x, w, dy: jax.vjp(f, x, w)[1](dy)[1], (x, w, x)
+    i = ("dx", "dw").index(name)
+    return lambda x, w, dy: jax.vjp(f, x, w)[1](dy)[i], (x, w, x)
+
+
+def _separable_cases():
+    # A block of MobileNet: a depthwise and a pointwise convolution in one kernel.
+    shapes = (8, 56, 56, 128), (3, 3, 1, 128), (1, 1, 128, 128)
+    yield KernelCase(
+        "separable_conv2d/pallas_tpu_separable/fwd/bfloat16/8x56x56x128-128",
+        functools.partial(_make_separable, shapes),
+    )
+
+
+def _make_separable(shapes):
+    import jax
+
+    from opsnn_jax import separable_conv2d
+
+    f = functools.partial(separable_conv2d, implementation="pallas_tpu_separable")
+    return f, tuple(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
 
 
 def _grouped_cases():
@@ -218,6 +238,7 @@ def _make_option(name, dtype, shape, option):
 for _case in (
     *_conv_cases(),
     *_depthwise_cases(),
+    *_separable_cases(),
     *_grouped_cases(),
     *_attention_cases(),
     *_option_cases(),

@@ -163,17 +163,17 @@ def conv_of_rank(
                 op, "residual", layout, rank, residual, w.shape[-1]
             )
     spec = validate(op, rank, x, w, b, residual, groups=groups, **options)
-    operands = _Operands(
+    operands = Operands(
         *(None if a is None else jnp.asarray(a) for a in (x, w, b, residual))
     )
     if implementation == "reference":
         y = _reference(spec, operands)
     else:
-        operands = _Operands(*align_varying(*operands))
+        operands = Operands(*align_varying(*operands))
         choice = TABLE.choose(implementation, spec)
         batch_and_outputs = [(0, 0), *[None] * spec.rank, (1, spec.rank + 1)]
         y = partitioned(
-            lambda *operands: _conv(choice, _Operands(*operands)),
+            lambda *operands: _conv(choice, Operands(*operands)),
             *operands,
             dims=batch_and_outputs,
         )
@@ -183,7 +183,7 @@ def conv_of_rank(
 # The derivative rule.
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     x: jax.Array
     w: jax.Array
     b: jax.Array | None
@@ -197,13 +197,13 @@ class _Operands(NamedTuple):
         return (x, w, jnp.zeros(w.shape[-1], w.dtype) if b is None else b, residual)
 
 
-class _Saved(NamedTuple):
-    operands: _Operands  # b and residual for their being there
+class Saved(NamedTuple):
+    operands: Operands  # b and residual for their being there
     kept: jax.Array | None  # y with relu, z with another activation, in x's dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _conv(choice: Choice, operands: _Operands) -> jax.Array:
+def _conv(choice: Choice, operands: Operands) -> jax.Array:
     return choice["fwd"](*operands.of_forward())
 
 
@@ -216,10 +216,11 @@ def _conv_fwd(choice, operands):
         keeps = dataclasses.replace(forward.spec, keep_preactivation=True)
         forward = dataclasses.replace(forward, spec=keeps)
         y, kept = forward(*operands.of_forward())
-    return y, _Saved(operands, kept)
+    return y, Saved(operands, kept)
 
 
-def _conv_bwd(choice, saved, dy):
+def conv_gradients(choice: Choice, saved: Saved, dy: jax.Array) -> tuple[Operands]:
+    """The cotangents of what the forward pass took."""
     (x, w, b, residual), kept = saved
     spec = choice["fwd"].spec
     dz = dy if kept is None else activation_gradient(spec, kept, dy)
@@ -230,13 +231,13 @@ def _conv_bwd(choice, saved, dy):
     dz = dz.astype(dy.dtype)
     dx = choice["dx"](w, dz)
     dw = choice["dw"](x, dz)
-    return (_Operands(dx, dw, db, None if residual is None else dz),)
+    return (Operands(dx, dw, db, None if residual is None else dz),)
 
 
-_conv.defvjp(_conv_fwd, _conv_bwd)
+_conv.defvjp(_conv_fwd, conv_gradients)
 
 
-def _reference(spec: ConvSpec, operands: _Operands) -> jax.Array:
+def _reference(spec: ConvSpec, operands: Operands) -> jax.Array:
     """The definition: JAX's own convolution and its own derivatives."""
     x, w, b, residual = operands
     s = "DHW"[-spec.rank :]

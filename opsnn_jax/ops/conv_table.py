@@ -137,6 +137,16 @@ def _blocks_pay(spec):
     return many and block_diagonal.groups_in_block(spec) > 1
 
 
+def fills_registers(spec: ConvSpec) -> bool:
+    """Whether registers of 8 columns by 128 channels cut images evenly.
+
+    Else XLA lays images out in another way than the depthwise kernels for a TPU take
+    them, say with 8 images in a register, and moves them before and after.
+    """
+    columns = spec.spatial[-1], spec.out_spatial[-1]
+    return spec.x_shape[-1] % 128 == 0 and all(size % 8 == 0 for size in columns)
+
+
 _ALL = ("fwd", "dx", "dw")
 _RULES = (
     Rule(
@@ -184,6 +194,11 @@ _RULES = (
     Rule(
         "block_diagonal", "tpu", _ALL, _blocks_pay,
         "XLA multiplies each group on a matrix unit that it hardly fills",
+    ),
+    Rule(
+        "pallas_tpu_depthwise", "tpu", _ALL,
+        lambda spec: spec.is_depthwise and fills_registers(spec),
+        "every element is loaded once, and a tap is a load at another place",
     ),
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from aot_kernels import spec
 
-from opsnn_jax import conv1d, conv2d, flash_attention
+from opsnn_jax import conv1d, conv2d, flash_attention, separable_conv2d
 from opsnn_jax.aot import compile_for
 
 pytestmark = pytest.mark.aot
@@ -26,6 +26,16 @@ CALLS = {
         conv2d, ((1, 9, 7, 6), (3, 3, 2, 9)), {"strides": 2, "groups": 3},
     ),
     "causal": (conv1d, ((2, 33, 5), (4, 1, 5)), {"padding": "CAUSAL", "groups": 5}),
+    "depthwise in strips": (
+        conv2d, ((1, 32, 56, 128), (5, 5, 1, 128)), {"groups": 128},
+    ),
+    "separable by choice": (
+        separable_conv2d, ((2, 12, 24, 256), (3, 3, 1, 256), (1, 1, 256, 3)), {},
+    ),
+    "separable, prime sizes": (
+        separable_conv2d, ((1, 13, 7, 130), (3, 2, 1, 130), (1, 1, 130, 5)),
+        {"implementation": "pallas_tpu_separable", "padding": [(2, -1), (-1, 1)]},
+    ),
     "one token": (flash_attention, ((1, 1, 1, 1),) * 3, {}),
     "block + 1": (flash_attention, ((1, 129, 2, 40),) * 3, {"is_causal": True}),
     "few queries, long keys": (

@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 _CONV_OPS = "tests/ops/test_conv.py::"
 _CONV_IMPLEMENTATIONS = "tests/ops/test_conv_implementations.py::"
 _EPILOGUE = "tests/ops/test_conv_epilogue.py::"
+_SEPARABLE = "tests/ops/test_separable_conv.py::"
 _TRANSPOSE = "tests/ops/test_conv_transpose.py::"
 _TRANSFORMS = "tests/kernels/winograd/test_transforms.py::"
 _LAYERS = "tests/nn/test_conv_layers.py::"
@@ -73,6 +74,40 @@ CONV = (
         (
             "tests/ops/test_conv_nonfinite.py::"
             "test_an_overflow_on_the_way_is_not_hidden_by_relu[pallas_tpu]",
+        ),
+    ),
+    Mutant(
+        "depthwise-tpu-every-strip-is-the-first",
+        "kernels/conv/depthwise_tpu_image.py",
+        "above = pl.program_id(2) * image.strip",
+        "above = 0 * pl.program_id(2)",
+        (_CONV_IMPLEMENTATIONS + "test_strips_of_an_image_join[SAME]",),
+    ),
+    Mutant(
+        "depthwise-tpu-no-padding-below",
+        "kernels/conv/depthwise_tpu_image.py",
+        "    is_there = (row >= start) & (row < start + count)\n",
+        "    is_there = row >= start\n",
+        (_CONV_IMPLEMENTATIONS + "test_strips_of_an_image_join[SAME]",),
+    ),
+    Mutant(
+        "separable-tpu-rows-of-z-in-the-wrong-place",
+        "kernels/conv/separable_tpu.py",
+        "(row + i) * columns + start",
+        "i * columns + start",
+        (
+            _SEPARABLE + "test_values_and_gradients_against_fp64"
+            "[x0-kernel0-5-names0-float32-options0]",
+        ),
+    ),
+    Mutant(
+        "separable-gradient-of-z-twice",
+        "opsnn_jax/ops/separable_conv.py",
+        "conv_gradients(choices.depthwise, first, second.x)",
+        "conv_gradients(choices.depthwise, first, second.x * 2)",
+        (
+            _SEPARABLE + "test_values_and_gradients_against_fp64"
+            "[x0-kernel0-5-names0-float32-options0]",
         ),
     ),
     Mutant(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from opsnn_jax import conv, conv2d
-from opsnn_jax.kernels.conv import windows
+from opsnn_jax.kernels.conv import depthwise_tpu_image, windows
 from opsnn_jax.kernels.conv.spec import ConvSpec
 from opsnn_jax.ops.conv_arguments import validate
 from opsnn_jax.ops.conv_table import TABLE
@@ -74,6 +74,16 @@ EACH = [(name, *call) for name, calls in CALLS.items() for call in calls]
 @pytest.mark.parametrize(("implementation", "x", "w", "options"), EACH)
 def test_against_fp64(implementation, x, w, options, key):
     compare(draw(key, x, w, "float32"), key, implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("padding", ["SAME", ((3, 3), (0, 1))])
+def test_strips_of_an_image_join(padding, key, monkeypatch):
+    monkeypatch.setattr(depthwise_tpu_image, "_STRIP", 1)  # one block of rows each
+    arrays = draw(key, (2, 16, 5, 3), (3, 3, 1, 3), "float32")
+    options = dict(groups=3, padding=padding, implementation="pallas_tpu_depthwise")
+    spec = validate("conv", None, *arrays, groups=3, padding=padding)
+    assert depthwise_tpu_image.as_image(spec).grid[-1] > 1
+    compare(arrays, key, **options)
 
 
 @pytest.mark.parametrize("implementation", XLA)
@@ -207,3 +217,23 @@ def test_what_a_cpu_runs(x, w, options, names):
     assert tuple(c["cpu"].name for c in chosen) == names
     on_tpu = "block_diagonal" if 1 < spec.groups < x[-1] else "direct"
     assert {c["tpu"].name for c in chosen} == {on_tpu}
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "options", "name"),
+    [
+        ((8, 56, 56, 128), (3, 3, 1, 128), {}, "pallas_tpu_depthwise"),
+        ((4, 1024, 512), (4, 1, 512), dict(padding="CAUSAL"), "pallas_tpu_depthwise"),
+        ((8, 28, 28, 256), (3, 3, 1, 256), {}, "direct"),  # columns
+        ((8, 56, 56, 96), (3, 3, 1, 96), {}, "direct"),  # lanes
+        ((8, 56, 56, 128), (3, 3, 1, 128), dict(padding="VALID"), "direct"),
+        ((8, 56, 56, 128), (3, 3, 1, 128), dict(strides=2), "direct"),
+        ((8, 56, 56, 128), (3, 3, 1, 256), {}, "direct"),  # two outputs a channel
+    ],
+)
+def test_what_a_tpu_runs_depthwise(x, w, options, name):
+    arrays = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (x, w))
+    spec = validate("conv", None, *arrays, None, groups=x[-1], **options)
+    choice = TABLE.choose(None, spec)
+    chosen = [dict(choice[name].by_platform)["tpu"] for name in ("fwd", "dx", "dw")]
+    assert [c.name for c in chosen] == [name] * 3
