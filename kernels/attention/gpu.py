@@ -1,5 +1,5 @@
 """Flash attention for NVIDIA GPUs, in Pallas through Triton: one kernel forward, two
-backward.
+backward, and one for the gradient of a bias.
 
 JAX from 0.11 on warns that it will lose this route. Once it has, importing
 `jax.experimental.pallas.triton` fails, and dispatch leaves these kernels out.
@@ -9,9 +9,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plgpu
 
+from . import gpu_device
 from .gpu_backward import key_gradients, query_gradient
+from .gpu_bias import bias_gradient
 from .gpu_forward import forward
 from .gpu_plan import Plan
 from .spec import LOG2_E, AttentionSpec
@@ -19,8 +20,8 @@ from .spec import LOG2_E, AttentionSpec
 # The gradients of larger heads do not fit into the registers.
 _MOST_FEATURES = 256
 
-# Triton counts the elements of a mask in 31 bits.
-_MOST_MASK = 2**31
+# Triton counts the elements of a bias or mask in 31 bits.
+_MOST_SCORES = 2**31
 
 # Of the A100: earlier ones have no bfloat16 and no asynchronous loads.
 _LEAST_CAPABILITY = 80
@@ -35,17 +36,16 @@ def refuses(spec: AttentionSpec) -> str | None:
         return "takes no heads of size 0"
     if features > _MOST_FEATURES:
         return f"takes no heads of {features} features"
-    if spec.bias_shape is not None:
-        return "has no kernel for the gradient of a bias"
-    if spec.mask_shape is not None and math.prod(spec.mask_shape) >= _MOST_MASK:
-        return f"takes no mask of {math.prod(spec.mask_shape)} elements"
+    for name, shape in (("bias", spec.bias_shape), ("mask", spec.mask_shape)):
+        if shape is not None and math.prod(shape) >= _MOST_SCORES:
+            return f"takes no {name} of {math.prod(shape)} elements"
     return None
 
 
 def unprepared() -> str | None:
     """Why they cannot be compiled in this process, or None."""
     try:
-        capability = _capability()
+        capability = gpu_device.capability()
     except ValueError:
         return (
             "is compiled for one kind of GPU, and this process has none: tell it with "
@@ -54,18 +54,6 @@ def unprepared() -> str | None:
     if capability is not None and capability < _LEAST_CAPABILITY:
         return f"needs compute capability 8.0, not {capability / 10}"
     return None
-
-
-def _capability():
-    """That of the GPU to compile for, times ten; None if it need not be known."""
-    if hasattr(plgpu, "get_gpu_info"):
-        return plgpu.get_gpu_info().compute_capability
-    # JAX 0.10 compiles for whatever GPU there is in the end.
-    try:
-        (device, *_) = jax.local_devices(backend="gpu")
-    except RuntimeError:
-        return None
-    return round(10 * float(device.compute_capability))
 
 
 def fwd(
@@ -100,14 +88,24 @@ def bwd(
     arrays, inputs = (q, k, v, dout, lse, delta), _inputs(spec, extra)
     dq = query_gradient(Plan.of(spec, "dq", interpret, block), arrays, inputs)
     dk, dv = key_gradients(Plan.of(spec, "dkv", interpret, block), arrays, inputs)
-    return dq, dk, dv
+    if spec.bias_shape is None:
+        return dq, dk, dv
+    dbias = bias_gradient(Plan.of(spec, "dbias", interpret, block), arrays, inputs)
+    return dq, dk, dv, dbias.astype(extra[0].dtype)
 
 
 def _inputs(spec, extra):
-    """The operands as kernels take them: the mask as (b n, t, s), sinks float32."""
+    """The operands as kernels take them: bias and mask (b n, t, s), sinks float32."""
     extra = spec.split(extra)
-    mask, sinks = extra.mask, extra.sinks
+    sinks = extra.sinks
+    bias, mask = (
+        x if x is None else x.reshape(-1, *x.shape[2:])
+        for x in (extra.bias, extra.mask)
+    )
+    if bias is not None and bias.dtype == jnp.float64:
+        bias = bias.astype(jnp.float32)  # scores are no wider
     return extra._replace(
-        mask=None if mask is None else mask.reshape(-1, *mask.shape[2:]),
+        bias=bias,
+        mask=mask,
         sinks=None if sinks is None else sinks.astype(jnp.float32),
     )

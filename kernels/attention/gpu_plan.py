@@ -6,7 +6,7 @@ heads of other sizes are filled up with zeros as they are loaded.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..tiling import result_type
+from . import gpu_device
 from .cost import cost
 from .ranges import block_ranges, may_meet
 from .spec import AttentionSpec, Extra
@@ -23,31 +24,34 @@ from .spec import AttentionSpec, Extra
 # The least that Triton multiplies.
 _LEAST = 16
 
+# Bytes of shared memory through which a kernel loads and reduces numbers of rows.
+_SCRATCH = 2048
+
 # Queries and keys of a block, warps, and stages of the pipeline that loads ahead, of
-# each kernel by the bytes of a head: as large as the registers of an A100 allow. What
-# ptxas spills of them is in benchmarks/aot_baseline.json.
-_FORWARD = {
-    128: (128, 64, 4, 3),
-    256: (128, 64, 8, 3),
-    512: (64, 32, 8, 2),
-    1024: (32, 32, 8, 2),
+# each kernel by the features of a head: as large as the registers of an A100 allow.
+# What ptxas spills of them is in benchmarks/aot_baseline.json.
+_HALF = {
+    "fwd": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
+    "fwd in part": {64: (128, 32, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+    "dq": {64: (64, 32, 4, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+    "dkv": {64: (64, 32, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
+    "dbias": {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
-_BLOCKS = {
-    "fwd": _FORWARD,
-    # A band has a second loop, with masks, beside that over full blocks.
-    "fwd of a band": _FORWARD | {256: (128, 32, 8, 3)},
-    "dq": {
-        128: (64, 64, 4, 2),
-        256: (64, 64, 8, 2),
-        512: (64, 32, 8, 2),
-        1024: (32, 32, 8, 1),
-    },
-    "dkv": {
-        128: (64, 64, 4, 2),
-        256: (64, 64, 8, 2),
-        512: (32, 32, 8, 2),
-        1024: (32, 32, 8, 1),
-    },
+# Operands take twice the registers.
+_SINGLE = {
+    "fwd": {64: (128, 64, 8, 3), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
+    "fwd in part": {64: (128, 32, 8, 3), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
+    "dq": {64: (64, 32, 8, 2), 128: (64, 16, 8, 2), 256: (32, 32, 8, 1)},
+    "dkv": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 1)},
+    "dbias": {64: (64, 64, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 2)},
+}
+# So do those that the ordinary units multiply, without the tensor cores.
+_EXACT = {
+    "fwd": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 1)},
+    "fwd in part": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 1)},
+    "dq": {64: (32, 32, 8, 2), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
+    "dkv": {64: (32, 32, 8, 2), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "dbias": {64: (32, 32, 8, 2), 128: (16, 32, 8, 2), 256: (16, 16, 8, 1)},
 }
 
 
@@ -69,17 +73,53 @@ class Plan:
         interpret: bool,
         block: tuple[int, int] | None = None,
     ) -> "Plan":
-        """The plan of "fwd", "dq" or "dkv", with the given blocks or its own."""
-        if kernel == "fwd" and not spec.band.full:
-            kernel = "fwd of a band"
-        bytes_of_head = padded(max(spec.qk_dim, spec.v_dim)) * spec.dtype.itemsize
-        *limit, warps, stages = _BLOCKS[kernel][max(128, bytes_of_head)]
+        """The plan of "fwd", "dq", "dkv" or "dbias", with given blocks or its own."""
+        hiding = spec.bias_shape, spec.mask_shape
+        if kernel == "fwd" and (not spec.band.full or any(hiding)):
+            kernel = "fwd in part"  # with masks it takes more registers
+        features = padded(max(spec.qk_dim, spec.v_dim))
+        *limit, warps, stages = _blocks(spec)[kernel][max(64, features)]
         if block is None:
             block = tuple(
                 min(most, padded(length))
                 for most, length in zip(limit, (spec.q_len, spec.kv_len), strict=True)
             )
-        return cls(spec, block, warps, stages, interpret)
+        plan = cls(spec, block, warps, stages, interpret)
+        return plan if interpret else plan.shrunk(kernel, gpu_device.shared_memory())
+
+    def shrunk(self, kernel: str, most: int) -> "Plan":
+        """Fewer stages, then smaller blocks, until no more shared memory is taken."""
+        plan = self
+        while plan.shared_memory(kernel) > most:
+            if plan.stages > 1:
+                plan = replace(plan, stages=plan.stages - 1)
+            elif max(plan.block) > _LEAST:
+                largest = plan.block.index(max(plan.block))
+                halved = (
+                    n // 2 if axis == largest else n
+                    for axis, n in enumerate(plan.block)
+                )
+                plan = replace(plan, block=tuple(halved))
+            else:
+                break
+        return plan
+
+    def shared_memory(self, kernel: str) -> int:
+        """The bytes of shared memory that Triton takes for a kernel, at most.
+
+        They hold the block that stays, and of what is walked over a block a stage.
+        """
+        spec, (bq, bk) = self.spec, self.block
+        q, v = (padded(n) * spec.dtype.itemsize for n in (spec.qk_dim, spec.v_dim))
+        stay, walk = {
+            "dq": (bq * (q + v), bk * (q + v)),
+            "dkv": (bk * (q + v), bq * (q + v)),
+            "dbias": (0, (bq + bk) * (q + v)),
+        }.get(kernel, (bq * q, bk * (q + v)))
+        for shape, itemsize in ((spec.bias_shape, 4), (spec.mask_shape, 1)):
+            if shape is not None and shape[2] > 1 and shape[3] > 1:
+                walk += bq * bk * itemsize
+        return stay + self.stages * walk + _SCRATCH
 
     @property
     def count(self) -> tuple[int, int]:
@@ -108,11 +148,15 @@ class Plan:
         end = jnp.where(live.any(-1), live.shape[-1] - behind, start)
         return (jnp.stack([start, end], axis=-1),)
 
-    def take(self, refs: tuple) -> tuple[Extra, object, tuple]:
-        """References to the operands of `Extra`, to the bounds or None, the others."""
+    def take(self, refs: tuple, bounded: bool = True) -> tuple[Extra, object, tuple]:
+        """References to the operands of `Extra`, to the bounds or None, the others.
+
+        Args:
+          bounded: whether the kernel was given `bounds`.
+        """
         rest = iter(refs)
         inputs = self.spec.split(rest)
-        bounds = next(rest) if self.data_bound else None
+        bounds = next(rest) if self.data_bound and bounded else None
         return inputs, bounds, tuple(rest)
 
     def walk(self, axis: int, b, at, bounds, visit: Callable, total):
@@ -154,7 +198,8 @@ class Plan:
                 full_start = pl.cdiv(_positive(last + band.lower), along)
         if bounds is not None:
             start, end = jnp.maximum(start, bounds[0]), jnp.minimum(end, bounds[1])
-        if self.data_bound or spec.mask_shape is not None:
+        hidden = spec.bias_shape, spec.mask_shape
+        if self.data_bound or any(shape is not None for shape in hidden):
             return [(start, end, True)]
         full_start = _clip(full_start, start, end)
         full_end = _clip(full_end, full_start, end)
@@ -194,6 +239,12 @@ class Plan:
             interpret=self.interpret,
             name=name,
         )(*arrays)
+
+
+def _blocks(spec):
+    if spec.dtype != jnp.float32:
+        return _HALF
+    return _EXACT if spec.precision == lax.Precision.HIGHEST else _SINGLE
 
 
 def padded(size: int) -> int:

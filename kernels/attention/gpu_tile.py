@@ -34,7 +34,7 @@ class Tile:
         """Makes the tile at `place`: batch, query head, block of queries and of keys.
 
         Args:
-          inputs: references to the operands of `Extra`; the mask as (b n, t, s).
+          inputs: references to the operands of `Extra`; bias and mask as (b n, t, s).
         """
         self.plan, self.spec, self.inputs = plan, plan.spec, inputs
         self.place, self.partial, self.transposed = place, partial, transposed
@@ -55,13 +55,16 @@ class Tile:
         return self._along(self._load(ref.at[b, n, self._slice(0)], 0), 0)
 
     def scores(self, q, k):
-        """Scores, and their slope by the products of q and k (None if it is 1)."""
+        """Scores with their bias, and their slope by the products of q and k (None if
+        it is 1)."""
         product = self.dot(k, q, (1, 1)) if self.transposed else self.dot(q, k, (1, 1))
         cap = self.spec.softcap
         if cap is None:
-            return product * (self.spec.scale * LOG2_E), None
-        t = jnp.tanh(product * (self.spec.scale / cap))
-        return t * (cap * LOG2_E), 1.0 - t * t
+            s, slope = product * (self.spec.scale * LOG2_E), None
+        else:
+            t = jnp.tanh(product * (self.spec.scale / cap))
+            s, slope = t * (cap * LOG2_E), 1.0 - t * t
+        return s if self._bias is None else s + self._bias * LOG2_E, slope
 
     def seen(self):
         """Which scores count."""
@@ -78,7 +81,9 @@ class Tile:
             q_ids, kv_ids = self._of_both(inputs.q_ids, inputs.kv_ids)
             seen = seen & (q_ids == kv_ids)
         if inputs.mask is not None:
-            seen = seen & self._mask(inputs.mask)
+            seen = seen & self._operand(inputs.mask, spec.mask_shape)
+        if self._bias is not None:
+            seen = seen & (self._bias != -jnp.inf)
         return seen
 
     def dropped(self, p):
@@ -113,10 +118,23 @@ class Tile:
         b, n, _, _ = self.place
         self._store_rows(ref, x, b, lax.div(n, self.spec.group), features, axis=1)
 
-    def store_stats(self, ref, x):
-        """Writes numbers of its queries, into an array (B, N, T)."""
+    def store_stats(self, ref, x, axis: int = 0):
+        """Writes numbers of its queries, into an array (B, N, T), or of its keys."""
         b, n, _, _ = self.place
-        plgpu.store(ref.at[b, n, self._slice(0)], x, mask=self._inside(0))
+        plgpu.store(ref.at[b, n, self._slice(axis)], x, mask=self._inside(axis))
+
+    def store_scores(self, ref, x, head):
+        """Writes numbers of its scores, at `head` of an array (b n, T, S)."""
+        at = ref.at[head, self._slice(0), self._slice(1)]
+        plgpu.store(at, x.astype(ref.dtype), mask=self._pairs_inside((True, True)))
+
+    @functools.cached_property
+    def _bias(self):
+        """Its part of the bias, float32, or None."""
+        if self.inputs.bias is None:
+            return None
+        bias = self._operand(self.inputs.bias, self.spec.bias_shape)
+        return bias.astype(jnp.float32)
 
     def _slice(self, axis):
         block = self.plan.block[axis]
@@ -174,23 +192,34 @@ class Tile:
             for axis, ref in enumerate(refs)
         )
 
-    def _mask(self, ref):
-        """Its part of the mask, of an array (b n, t, s)."""
+    def _operand(self, ref, shape):
+        """Its part of a bias or mask of that shape, an array (b n, t, s)."""
         b, n, _, _ = self.place
-        shape = self.spec.mask_shape
         # Of an axis that it does not have, it is the one element.
         head = b * (shape[1] if shape[0] > 1 else 0) + n * int(shape[1] > 1)
-        places, inside = [], []
-        for axis in (0, 1):
-            varies = shape[2 + axis] > 1
-            places.append(self._slice(axis) if varies else pl.ds(0, 1))
-            if varies and (x := self._inside(axis)) is not None:
-                inside.append(x[:, None] if axis == 0 else x[None, :])
-        at = ref.at[head, *places]
-        if not inside:
-            mask = plgpu.load(at)
+        varies = shape[2] > 1, shape[3] > 1
+        places = (self._slice(x) if varies[x] else pl.ds(0, 1) for x in (0, 1))
+        at, inside = ref.at[head, *places], self._pairs_inside(varies)
+        if inside is None:
+            part = plgpu.load(at)
         else:
-            inside = functools.reduce(operator.and_, inside)
-            sizes = tuple(place.size for place in places)
-            mask = plgpu.load(at, mask=jnp.broadcast_to(inside, sizes), other=False)
-        return mask.T if self.transposed else mask
+            other = jnp.zeros((), ref.dtype)
+            part = plgpu.load(at, mask=inside, other=other)
+        return part.T if self.transposed else part
+
+    def _pairs_inside(self, varies):
+        """Which of its pairs lie in an array of queries and keys, or None if all do.
+
+        Args:
+          varies: whether the array has more than one query, and more than one key.
+        """
+        inside = [
+            x[:, None] if axis == 0 else x[None, :]
+            for axis in (0, 1)
+            if varies[axis] and (x := self._inside(axis)) is not None
+        ]
+        if not inside:
+            return None
+        block = zip(self.plan.block, varies, strict=True)
+        shape = tuple(size if full else 1 for size, full in block)
+        return jnp.broadcast_to(functools.reduce(operator.and_, inside), shape)

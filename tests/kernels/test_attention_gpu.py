@@ -1,6 +1,7 @@
 """The GPU kernels in Pallas's interpreter, where blocks end in NaN."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 from attention_passes import check_passes
 from jax.sharding import PartitionSpec as P
 
-from opsnn_jax.kernels.attention import gpu
+from opsnn_jax.kernels.attention import gpu, gpu_device
+from opsnn_jax.kernels.attention.gpu_plan import Plan
 from opsnn_jax.kernels.attention.mask import Band
 from opsnn_jax.kernels.attention.spec import AttentionSpec
 from opsnn_jax.ops.attention import TABLE, flash_attention
@@ -36,6 +38,43 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
 )
 def test_values(key, shape, band, dtype, block):
     check_passes(key, gpu, shape, band, dtype, interpret=True, block=block)
+
+
+@pytest.mark.parametrize(
+    "shape, bias_shape, band",
+    [
+        ((2, 20, 35, 2, 1, 8, 8), (1, 2, 20, 35), CAUSAL),
+        ((2, 20, 35, 2, 2, 8, 8), (2, 1, 20, 35), Band(-9, 4)),
+        ((2, 20, 35, 2, 2, 8, 5), (1, 2, 1, 35), CAUSAL),
+        ((2, 20, 35, 2, 1, 8, 8), (1, 1, 20, 1), Band(lower=7)),
+        ((2, 20, 35, 2, 1, 8, 8), (1, 1, 1, 1), Band()),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_bias_over_several_blocks(key, shape, bias_shape, band):
+    bias = jax.random.normal(key, bias_shape)
+    check_passes(key, gpu, shape, band, bias=bias, interpret=True, block=(16, 16))
+
+
+@pytest.mark.parametrize("precision", [None, jax.lax.Precision.HIGHEST])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("capability", [None, 80, 86, 90])
+def test_every_block_fits_into_shared_memory(dtype, precision, capability, monkeypatch):
+    monkeypatch.setattr(gpu_device, "capability", lambda: capability)
+    limit = gpu_device.shared_memory()
+    sizes = 1, 4096, 4096, 2, 2
+    full = (1, 2, 4096, 4096)
+    for features, bias, mask in itertools.product(
+        (8, 64, 128, 256), (None, full), (None, full)
+    ):
+        spec = AttentionSpec(
+            *sizes, features, features, jnp.dtype(dtype), 1.0, CAUSAL, precision,
+            bias, mask,
+        )  # fmt: skip
+        for kernel in ("fwd", "dq", "dkv", "dbias"):
+            plan = Plan.of(spec, kernel, interpret=False)
+            assert plan.shared_memory(kernel) <= limit
+            assert min(plan.block) >= 16
 
 
 def test_the_gradient_is_the_slope_of_the_function(key):
@@ -76,17 +115,17 @@ def test_every_operand_can_be_mapped_over():
     spec = jax.ShapeDtypeStruct
     q, k = spec((3, 2, 130, 4, 8), jnp.float32), spec((3, 2, 130, 2, 8), jnp.float32)
     lengths, sinks = spec((3, 2), jnp.int32), spec((3, 4), jnp.float32)
-    mask = spec((3, 2, 1, 130, 130), bool)
+    mask, bias = spec((3, 2, 1, 130, 130), bool), spec((3, 4, 1, 130), jnp.float32)
     rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
 
-    def loss(q, k, v, mask, lengths, sinks, rng):
-        operands = dict(mask=mask, kv_lengths=lengths, sinks=sinks, dropout_rng=rng)
-        out = flash_attention(q, k, v, **operands, dropout_rate=0.1, softcap=2.0)
-        return jnp.sum(out)
+    def loss(q, k, v, bias, sinks, mask, lengths, rng):
+        operands = dict(bias=bias, mask=mask, kv_lengths=lengths, sinks=sinks)
+        options = dict(dropout_rng=rng, dropout_rate=0.1, softcap=2.0)
+        return jnp.sum(flash_attention(q, k, v, **operands, **options))
 
-    gradients = jax.vmap(jax.grad(loss, (0, 1, 2, 5)))
-    text = lower_for_a_gpu(gradients, q, k, k, mask, lengths, sinks, rng)
-    assert text.count("xla.gpu.triton") == 3
+    gradients = jax.vmap(jax.grad(loss, tuple(range(5))))
+    text = lower_for_a_gpu(gradients, q, k, k, bias, sinks, mask, lengths, rng)
+    assert text.count("xla.gpu.triton") == 4
 
 
 def test_the_default_on_a_gpu_is_the_kernel_also_in_shard_map():
@@ -105,7 +144,7 @@ def test_the_default_on_a_gpu_is_the_kernel_also_in_shard_map():
 
 
 def test_exports_for_all_platforms_at_once(monkeypatch):
-    monkeypatch.setattr(gpu, "_capability", lambda: 90)
+    monkeypatch.setattr(gpu_device, "capability", lambda: 90)
     x = jax.ShapeDtypeStruct((1, 16, 1, 16), jnp.float32)
     platforms = ("cpu", "tpu", "cuda")
     exported = jax.export.export(jax.jit(flash_attention), platforms=platforms)(x, x, x)
@@ -114,14 +153,18 @@ def test_exports_for_all_platforms_at_once(monkeypatch):
 
 
 def test_what_the_kernels_refuse():
-    x = jnp.zeros((1, 3, 1, 4))
-    for args, options, match in (
-        ((jnp.zeros((1, 3, 1, 257)),) * 3, {}, "no heads of 257 features"),
-        ((x, x, x, jnp.zeros((3, 3))), {}, "the gradient of a bias"),
+    spec = jax.ShapeDtypeStruct
+    x, long = spec((1, 3, 1, 257), jnp.float32), spec((1, 50_000, 1, 4), jnp.float32)
+    for args, match in (
+        ((x, x, x), "no heads of 257 features"),
+        ((*(long,) * 3, spec((50_000,) * 2, jnp.float32)), "no bias of 2500000000 el"),
+        ((*(long,) * 3, None, spec((50_000,) * 2, bool)), "no mask of 2500000000 el"),
     ):
+        f = functools.partial(flash_attention, implementation="pallas_gpu")
         with pytest.raises(NotImplementedError, match=match):
-            flash_attention(*args, implementation="pallas_gpu", **options)
-        flash_attention(*args, implementation=("pallas_gpu", "xla"), **options)
+            jax.eval_shape(f, *args)
+        f = functools.partial(flash_attention, implementation=("pallas_gpu", "xla"))
+        jax.eval_shape(f, *args)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +173,7 @@ def test_what_the_kernels_refuse():
 def test_gpus_before_the_a100_get_another_implementation(
     capability, match, monkeypatch
 ):
-    monkeypatch.setattr(gpu, "_capability", lambda: capability)
+    monkeypatch.setattr(gpu_device, "capability", lambda: capability)
     implementation = TABLE.implementations["pallas_gpu"]
     spec = AttentionSpec(*(1,) * 7, jnp.dtype("float32"), 1.0, Band(), None, None, None)
     assert implementation.refuses_on("cuda", spec, named=False) == match

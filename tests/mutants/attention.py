@@ -151,6 +151,13 @@ ATTENTION = (
         (_GPU_TILES + "test_values",),
     ),
     Mutant(
+        "attention-gpu-bias-gradient-of-one-head",
+        "kernels/attention/gpu_bias.py",
+        "return total + _dscores(",
+        "return _dscores(",
+        (_GPU_TILES + "test_the_gradient_of_a_bias_over_several_blocks",),
+    ),
+    Mutant(
         "attention-tpu-dq-of-one-block-of-keys",
         "kernels/attention/tpu_backward.py",
         "dq_in_ref[0][...] if dq_in_ref else jnp.zeros_like(dq_scr)",
@@ -232,7 +239,7 @@ ATTENTION = (
         "kernels/attention/tpu_bias.py",
         "        acc_scr[:, which] += ds\n",
         "        acc_scr[:, which] = ds\n",
-        (_OPTIONS + "test_bias_of_a_tpu_kernel",),
+        (_OPTIONS + "test_bias_of_a_kernel",),
     ),
     Mutant(
         "attention-decode-parts-not-weighed",

@@ -166,7 +166,9 @@ def test_x64_changes_nothing_for_float32(key):
 # Rows and positions that do not count.
 
 
-@pytest.mark.parametrize("implementation", [None, "reference", "pallas_tpu"])
+@pytest.mark.parametrize(
+    "implementation", [None, "reference", "pallas_tpu", "pallas_gpu"]
+)
 def test_dead_row_is_zero_for_a_mask_and_for_a_bias(key, implementation):
     arrays = make(key, 1, 3, 4, 1, 1, 8)
     arrays[3] = arrays[3].at[:, 1].set(0.0)  # nobody uses row 1
@@ -187,9 +189,8 @@ def test_dead_row_is_zero_for_a_mask_and_for_a_bias(key, implementation):
     "implementation, hidden_by",
     [
         *itertools.product(
-            (None, "reference", "pallas_tpu"), ("mask", "bias", "causal")
+            (None, "reference", "pallas_tpu", "pallas_gpu"), ("mask", "bias", "causal")
         ),
-        *itertools.product(("pallas_gpu",), ("mask", "causal")),  # it takes no bias
     ],
 )
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
@@ -241,7 +242,7 @@ def test_row_that_is_nan_leaves_its_hidden_keys_alone(key, implementation):
 
 
 @pytest.mark.parametrize("sizes", [(3, 0), (0, 3), (0, 0)])
-@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+@pytest.mark.parametrize("implementation", [None, "xla", "reference", "pallas_gpu"])
 def test_empty_lengths(sizes, implementation):
     t, s = sizes
     q, k = jnp.ones((1, t, 1, 8)), jnp.ones((1, s, 1, 8))

@@ -60,10 +60,7 @@ def test_lse_and_its_gradient(key, implementation, dtype):
 @each
 def test_softcap(key, implementation):
     mask = jax.random.bernoulli(key, 0.7, (2, 1, 5, 7)).at[0, 0, 1].set(False)
-    bias = jax.random.normal(key, (1, 4, 5, 1))
-    operands = {"mask": mask}
-    if implementation != "pallas_gpu":  # which takes no bias
-        operands["bias"] = bias
+    operands = {"mask": mask, "bias": jax.random.normal(key, (1, 4, 5, 1))}
     first = check(key, implementation, operands=operands, softcap=0.7)
     second = check(key, implementation, operands=operands, softcap=1.4)
     assert np.abs(first["out"] - second["out"]).max() > 1e-3
@@ -101,18 +98,19 @@ def test_sinks_over_several_tiles(key, implementation, t, s):
     check(key, implementation, operands=operands, shape=shape, is_causal=True)
 
 
-# The bias and the mask on a TPU, as everywhere.
+# The bias and the mask of a kernel, as everywhere.
 
 
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 1), (2, 1, 5, 1), (1, 4, 1, 7), (2, 4, 5, 7)], ids=str
 )
-def test_bias_of_a_tpu_kernel(key, shape):
+def test_bias_of_a_kernel(key, implementation, shape):
     bias = jax.random.normal(key, shape, bf16).at[..., -1].add(-jnp.inf)
     mask = jax.random.bernoulli(key, 0.7, shape)
     if shape == (1, 1, 1, 1):
         bias, mask = jnp.full(shape, 0.5), ~mask | mask
-    check(key, "pallas_tpu", operands={"bias": bias, "mask": mask}, is_causal=True)
+    check(key, implementation, operands={"bias": bias, "mask": mask}, is_causal=True)
 
 
 # Dropout.
