@@ -12,7 +12,8 @@ from .spec import AttentionSpec
 from .tpu_backward import gradients
 from .tpu_bias import bias_gradient
 from .tpu_forward import forward
-from .tpu_plan import BLOCK, LOG2_E, Plan, shrinkage
+from .tpu_plan import BACKWARD, FORWARD, LOG2_E, Plan, largest_block, shrinkage
+from .tpu_visit import sees_whole_blocks, visit_rates
 
 
 def refuses(spec: AttentionSpec) -> str | None:
@@ -21,7 +22,7 @@ def refuses(spec: AttentionSpec) -> str | None:
         return f"takes float32 and bfloat16, not {spec.dtype}"
     if spec.qk_dim == 0:
         return "takes no heads of size 0"
-    if shrinkage(spec) > BLOCK[0] // LANES:
+    if shrinkage(spec) > FORWARD[0] // LANES:
         return f"takes no heads of {max(spec.qk_dim, spec.v_dim)} features"
     if spec.precision == lax.Precision.HIGH:
         return "has no precision HIGH, only DEFAULT and HIGHEST"
@@ -35,10 +36,10 @@ def fwd(
     v: jax.Array,
     *extra: jax.Array,
     interpret: bool = False,
-    block: tuple[int, int, int] = BLOCK,
+    block: tuple[int, int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `AttentionSpec`."""
-    plan = Plan.of(spec, block, interpret)
+    plan = Plan.of(spec, block or largest_block(spec, FORWARD), interpret)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     out, lse = forward(plan, q, k, v, plan.inputs(spec.split(extra)))
     return out.swapaxes(1, 2), lse
@@ -54,10 +55,10 @@ def bwd(
     dout: jax.Array,
     *extra: jax.Array,
     interpret: bool = False,
-    block: tuple[int, int, int] = BLOCK,
+    block: tuple[int, int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """See `AttentionSpec`."""
-    plan = Plan.of(spec, block, interpret)
+    plan = Plan.of(spec, block or largest_block(spec, BACKWARD), interpret)
     q, k, v, dout = (x.swapaxes(1, 2) for x in (q, k, v, dout))
     # With +inf a dead row has p = exp2(s - inf) = 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)[:, :, None]
@@ -68,3 +69,29 @@ def bwd(
     if spec.bias_shape is not None:
         grads.append(bias_gradient(plan, arrays, inputs).astype(extra[0].dtype))
     return tuple(grads)
+
+
+def visits(spec: AttentionSpec) -> dict[str, tuple[int, tuple[float, ...]]]:
+    """How often the kernels run their parts, for figures of their schedules.
+
+    Returns:
+      For each kernel of which it is known before it sees data: the steps of its grid,
+      and how often each stretch of code runs that it may skip or repeat, on average
+      each time that it is reached.
+    """
+    found = {}
+    for name, block, backward in (
+        ("attention_fwd", FORWARD, False),
+        ("attention_bwd", BACKWARD, True),
+    ):
+        plan = Plan.of(spec, largest_block(spec, block), interpret=False)
+        inner = visit_rates(plan, queries_end=backward)
+        if inner is None:
+            continue
+        nq, nk = plan.count
+        turns = spec.group * nq if backward else nk
+        outer = spec.batch * (spec.kv_heads if backward else spec.heads * nq)
+        once = () if turns == 1 else (1 / turns,)
+        start = () if backward and sees_whole_blocks(plan) else once
+        found[name] = outer * turns, (*start, *inner, *once)
+    return found

@@ -21,7 +21,7 @@ from ..tiling import result_type
 from .cost import cost
 from .tpu_plan import Inputs, Plan, compiler_params
 from .tpu_tile import Tile, finite, scaled, where
-from .tpu_visit import visit
+from .tpu_visit import sees_whole_blocks, visit
 
 # q, k, v, dout as (B, heads, length, features); lse in units of log 2 and +inf for rows
 # that see no key, and delta, as (B, N, 1, T).
@@ -123,11 +123,18 @@ def _kernel(
     i = lax.rem(step, nq)
     place = b, plan.query_head(n, step), i, (0 if nk == 1 else j_ref[0])
 
-    @pl.when(step == 0)
-    def _start():
+    whole = sees_whole_blocks(plan)
+
+    def start():
         dk_scr[...] = jnp.zeros_like(dk_scr)
         dv_scr[...] = jnp.zeros_like(dv_scr)
 
+    def add(scr, keys, x):
+        # Where each step runs all keys, its sums can start without a pass of zeros.
+        scr[keys] = (jnp.where(step == 0, 0.0, scr[keys]) if whole else scr[keys]) + x
+
+    if not whole:
+        pl.when(step == 0)(start)
     q_scr[...] = scaled(spec, q_ref[...])
     dq_scr[...] = dq_in_ref[0][...] if dq_in_ref else jnp.zeros_like(dq_scr)
 
@@ -153,8 +160,8 @@ def _kernel(
             p = jnp.where(seen, p + 0.0 * delta_ref[...], 0.0)
             ds = jnp.where(seen, ds, 0.0)
         ds = (ds if slope is None else ds * slope).astype(q.dtype)
-        dv_scr[keys] += tile.dot(tile.dropped(p).astype(dout.dtype), dout, (1, 0))
-        dk_scr[keys] += tile.dot(ds, q, (1, 0))
+        add(dv_scr, keys, tile.dot(tile.dropped(p).astype(dout.dtype), dout, (1, 0)))
+        add(dk_scr, keys, tile.dot(ds, q, (1, 0)))
         dq_scr[...] += tile.dot(ds, k, (0, 0))
 
     visit(plan, inputs, place, run, queries_end=True)

@@ -20,7 +20,11 @@ from .spec import LOG2_E, AttentionSpec, Extra
 # VMEM. The strips of a block are unrolled into one stretch of code, in which the
 # products of a strip overlap with the softmax of its neighbours: a longer stretch keeps
 # the matrix unit busy for a greater part of the time.
-BLOCK = (512, 4096, 1024)
+FORWARD = (512, 4096, 1024)
+BACKWARD = (1024, 4096, 512)
+
+# Where what is seen has an edge, larger tiles would hold more that is hidden.
+_WITH_EDGES = (512, 4096, 512)
 
 # A bias or mask of all scores brings blocks as large as the scores, twice.
 _BLOCK_WITH_SCORES = (512, 1024, 512)
@@ -104,8 +108,12 @@ class Plan:
 
     @property
     def piece(self) -> int:
-        """Keys of a piece: half a strip, if that is whole registers of lanes."""
-        return self.strip // (1 if self.strip % (2 * LANES) else 2)
+        """Keys of a piece: half a strip, if that is whole registers of lanes.
+
+        No fewer than there are queries: of a diagonal they would see all pieces.
+        """
+        halved = self.strip > self.block[0] and self.strip % (2 * LANES) == 0
+        return self.strip // 2 if halved else self.strip
 
     @property
     def pieces(self) -> int:
@@ -263,6 +271,14 @@ class Plan:
 
     def _band_of_indices(self):
         return type(self.spec.band)() if self.spec.positions else self.spec.band
+
+
+def largest_block(
+    spec: AttentionSpec, whole: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """`whole` (`FORWARD` or `BACKWARD`), unless some tiles may be seen in part."""
+    edges = spec.ids or spec.bias_shape or spec.mask_shape or not spec.band.full
+    return _WITH_EDGES if edges else whole
 
 
 def shrinkage(spec: AttentionSpec) -> int:

@@ -83,7 +83,11 @@ class Tile:
         shape = (bq, self.keys.size)[:: 1 - 2 * axis]
         row = i * bq + lax.broadcasted_iota(jnp.int32, shape, axis)
         col = self._first_key + lax.broadcasted_iota(jnp.int32, shape, 1 - axis)
-        inside = (col < spec.kv_len) & (row < spec.q_len)
+        inside = True
+        if spec.kv_len % self.plan.block[1]:
+            inside = col < spec.kv_len
+        if spec.q_len % bq:
+            inside = inside & (row < spec.q_len)
         if spec.positions:
             row = self._along_queries(inputs.q_positions)
             col = self._along_keys(inputs.kv_positions)

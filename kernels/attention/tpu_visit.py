@@ -11,6 +11,10 @@ from ..tiling import LANES
 from .ranges import all_seen, may_meet
 from .tpu_plan import Inputs, Plan
 
+# Strips of a block of keys that are unrolled where their number is not known before
+# the kernel runs; a power of two.
+_STRETCH = 4
+
 
 def visit(
     plan: Plan, inputs: Inputs, place, run: Callable, queries_end: bool = False
@@ -18,33 +22,30 @@ def visit(
     """Calls `run(keys, partial)` for all keys that any query of the block may see.
 
     `keys` is a slice of the block. The strips at its start that every query sees whole
-    are run first, in one unrolled stretch. What is left goes by pieces, `partial`, in a
+    are run first, unrolled in stretches. What is left goes by pieces, `partial`, in a
     loop.
 
     `queries_end` says that rows behind the last query count too, as they do where the
     sum is over queries.
     """
-    whole, leading = True, []
-    if queries_end and plan.spec.q_len % plan.block[0]:
-        whole = place[2] < plan.spec.q_len // plan.block[0]
-    each = plan.strip // plan.piece
-    for strip in range(plan.strips):
-        for piece in range(strip * each, (strip + 1) * each):
-            whole = whole & _sees_all(plan, inputs, place, piece)
-        if whole is False:
-            break
-        leading.append(whole)
 
-    def run_strips(count):
+    def run_strips(first, count):
         for strip in range(count):
-            run(pl.ds(strip * plan.strip, plan.strip), partial=False)
+            start = (first + strip) * plan.strip
+            if not isinstance(start, int):
+                start = pl.multiple_of(start, LANES)
+            run(pl.ds(start, plan.strip), partial=False)
 
-    if len(leading) == plan.strips and leading[-1] is True:
-        run_strips(plan.strips)
-        return
-    done = sum(1 if x is True else x.astype(jnp.int32) for x in leading)
-    for count in range(1, len(leading) + 1):
-        when(done == count, functools.partial(run_strips, count))
+    leading = _leading(plan, inputs, place, queries_end)
+    if all(x is True for x in leading):
+        done = len(leading)
+        run_strips(0, done)
+        if done == plan.strips:
+            return
+    else:
+        done = sum(1 if x is True else x.astype(jnp.int32) for x in leading)
+        _run_leading(done, len(leading), run_strips)
+    each = plan.strip // plan.piece
 
     def run_piece(piece, _):
         keys = pl.ds(pl.multiple_of(piece * plan.piece, LANES), plan.piece)
@@ -52,6 +53,90 @@ def visit(
         when(sees_any, lambda: run(keys, partial=True))
 
     lax.fori_loop(done * each, plan.pieces, run_piece, None)
+
+
+def sees_whole_blocks(plan: Plan) -> bool:
+    """Whether it is known that `visit` runs all strips of each block, with no mask."""
+    spec = plan.spec
+    return not (_data_decides(plan) or spec.q_len % plan.block[0]) and spec.band.full
+
+
+def visit_rates(plan: Plan, queries_end: bool = False) -> tuple[float, ...] | None:
+    """How often the code of `visit` runs, averaged over the blocks, in its order.
+
+    For each stretch of code that the kernel may skip or repeat: how often it runs each
+    time that it is reached. For figures of schedules; empty where there are no such
+    stretches, and None where data decides or a block is not whole.
+    """
+    if sees_whole_blocks(plan):
+        return ()
+    if _data_decides(plan) or plan.spec.q_len % plan.block[0]:
+        return None
+    each, stretch, rows = plan.strip // plan.piece, _stretch(plan.strips), []
+    for i in range(plan.count[0]):
+        for j in range(plan.count[1]):
+            place = 0, 0, i, j
+            done = sum(_leading(plan, Inputs(), place, queries_end))
+            digits = [done & 2**n != 0 for n in range(stretch.bit_length() - 1)]
+            rest = range(done * each, plan.pieces)
+            seen = sum(bool(_sees_any(plan, Inputs(), place, piece)) for piece in rest)
+            rows.append([done // stretch, *reversed(digits), len(rest), seen])
+    *counts, rest, seen = (
+        sum(column) / len(rows) for column in zip(*rows, strict=True)
+    )
+    return *counts, rest, seen / max(rest, 1e-9)
+
+
+def _data_decides(plan):
+    """Whether what is seen depends on data, or on the end of the keys."""
+    spec = plan.spec
+    return bool(
+        spec.bias_shape is not None
+        or spec.mask_shape is not None
+        or spec.ids
+        or spec.positions
+        or spec.kv_len % plan.block[1]
+    )
+
+
+def _leading(plan, inputs, place, queries_end):
+    """For each strip, whether it and all before it are seen by every query.
+
+    The strips of which it is known before the kernel runs that they are not, are not in
+    the list.
+    """
+    whole, leading = True, []
+    if queries_end and plan.spec.q_len % plan.block[0]:
+        whole = place[2] < plan.spec.q_len // plan.block[0]
+    each = plan.strip // plan.piece
+    for piece in range(plan.pieces):
+        whole = whole & _sees_all(plan, inputs, place, piece)
+        if whole is False:
+            break
+        if piece % each == each - 1:
+            leading.append(whole)
+    return leading
+
+
+def _stretch(most):
+    """How many strips are unrolled where at most so many are run."""
+    return min(_STRETCH, 2 ** (most.bit_length() - 1))
+
+
+def _run_leading(done, most: int, run: Callable) -> None:
+    """Calls `run(first strip, count)` for strips 0 to `done`, of which are `most`.
+
+    By stretches, and what is left by its binary digits: a stretch for each possible
+    number of strips would be so much code that the kernel waited for its instructions.
+    """
+    stretch = _stretch(most)
+    whole = lax.div(done, stretch)
+    lax.fori_loop(0, whole, lambda i, _: run(i * stretch, stretch), None)
+    first = whole * stretch
+    while stretch := stretch // 2:
+        some = (done & stretch) != 0
+        when(some, functools.partial(run, first, stretch))
+        first = first + jnp.where(some, stretch, 0)
 
 
 def when(condition, run: Callable) -> None:

@@ -40,12 +40,21 @@ class Figure:
 def measure(case: KernelCase, target: str) -> tuple[Report, Figure | None]:
     """Compiles a case. The figure is None where it does not compile."""
     f, specs = case.make()
-    report = compile_for(f, *specs, target=target, name=case.name, rate=case.rate)
+    report = compile_for(
+        f,
+        *specs,
+        target=target,
+        name=case.name,
+        rate=case.rate,
+        visits=case.visits and case.visits(),
+    )
     if not report.ok:
         return report, None
     if schedule := report.schedule:
         compiler = f"libtpu-{report.toolchain['libtpu']}"
         costs = {"issue_cycles": schedule.cycles}
+        if schedule.visited is not None:
+            costs["visited_cycles"] = schedule.visited
         if schedule.stalls is not None:
             costs["with_stalls"] = schedule.cycles + schedule.stalls
     else:

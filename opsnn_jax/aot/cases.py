@@ -141,6 +141,7 @@ def _attention_cases():
                 _make_attention, implementation, name, dtype, shape, causal
             ),
             targets,
+            visits=functools.partial(_attention_visits, dtype, shape, causal),
         )
 
 
@@ -156,6 +157,31 @@ def _make_attention(implementation, name, dtype, shape, causal):
     if name == "fwd":
         return f, (q, k, v)
     return lambda q, k, v, dout: jax.vjp(f, q, k, v)[1](dout), (q, k, v, q)
+
+
+def _attention_visits(dtype, shape, causal):
+    import numpy as np
+
+    from opsnn_jax.kernels.attention import mask, spec, tpu
+
+    batch, t, s, heads, kv_heads, size = shape
+    return tpu.visits(
+        spec.AttentionSpec(
+            batch,
+            t,
+            s,
+            heads,
+            kv_heads,
+            size,
+            size,
+            np.dtype(dtype),
+            size**-0.5,
+            mask.Band(upper=0 if causal else None),
+            precision=None,
+            bias_shape=None,
+            mask_shape=None,
+        )
+    )
 
 
 def _attention_arrays(dtype, shape):

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from opsnn_jax.aot import ptxas
 from opsnn_jax.aot.report import Memory, Report
 from opsnn_jax.aot.roofline import choose_rate, find_roofline
-from opsnn_jax.aot.schedule import read_schedule
+from opsnn_jax.aot.schedule import Visits, read_schedule
 from opsnn_jax.aot.targets import Target, get_target
 from opsnn_jax.aot.toolchain import require_toolchain, toolchain_versions
 
@@ -46,6 +46,7 @@ def compile_for(
     target: str,
     name: str | None = None,
     rate: str | None = None,
+    visits: Mapping[str, Visits] | None = None,
     timeout: float = 600.0,
 ) -> Report:
     """Compiles `jax.jit(f)(*specs)` by the real compiler of `target`.
@@ -64,6 +65,8 @@ def compile_for(
       name: what the report is called; by default the name of `f`.
       rate: the dtype whose peak rate bounds the products, such as "float32", where
         the arguments do not tell; see `roofline.choose_rate`.
+      visits: for kernels by name, the steps of the grid and how often each stretch of
+        predicated code runs; see `schedule.visited_cycles`.
       timeout: seconds after which the compiler is stopped.
 
     Returns:
@@ -104,7 +107,7 @@ def compile_for(
         dumps = root / "dumps"
         schedule, gpu_kernels = None, ()
         if device.platform == "tpu":
-            schedule = read_schedule(dumps)
+            schedule = read_schedule(dumps, visits)
         else:
             gpu_kernels = ptxas.read_kernels(dumps, device)
     memory = Memory(**result["memory"])

@@ -26,6 +26,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
     roof, schedule = report.roofline, report.schedule
     if schedule:
         lines.append(("issue cycles", count(schedule.cycles)))
+        if schedule.visited is not None:
+            lines.append(("issue cycles visited", count(schedule.visited)))
         if schedule.stalls is not None:
             lines.append(("stall cycles", count(schedule.stalls)))
     if roof.schedule is not None:

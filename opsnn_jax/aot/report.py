@@ -79,6 +79,8 @@ class Kernel:
       fills: vector registers read back from spill slots.
       spills: vector registers written to spill slots.
       lanes: `units` along the schedule.
+      visited: issue cycles with predicated code counted as often as it runs; None where
+        nobody said how often.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Kernel:
     fills: int
     spills: int
     lanes: tuple[Lane, ...]
+    visited: int | None = None
 
     @property
     def innermost_spills(self) -> int:
@@ -119,6 +122,14 @@ class Schedule:
     stalls: int | None
     program: int
     unread: tuple[str, ...] = ()
+
+    @property
+    def visited(self) -> int | None:
+        """`cycles`, with kernels as `Kernel.visited` where that of any is known."""
+        if all(k.visited is None for k in self.kernels):
+            return None
+        cycles = (k.cycles if k.visited is None else k.visited for k in self.kernels)
+        return sum(c * k.calls for c, k in zip(cycles, self.kernels, strict=True))
 
     @property
     def fills(self) -> int:

@@ -25,15 +25,19 @@ from opsnn_jax.aot.report import Kernel, Lane, Loop, Schedule, Unit
 # from outside the loop starts right after them.
 BRANCH_DELAY = 4
 
+# Predicated code shorter than this is bookkeeping, such as the start of a DMA.
+_BOOKKEEPING = 64
+
 # Stretches into which a schedule is divided for drawing.
 LANE_POINTS = 480
 
 _BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:([A-Z]{2})\s*)?:\s*>*\s*\{")
 _REGION_START = re.compile(r"Start (?:/End empty )?region (\d+)")
-_BACK_BRANCH = re.compile(
+_BRANCH = re.compile(
     r"sbr\.rel \(!?%(p\w+)\) target (?:= \$region|bundleno = \d+ \(0x[0-9a-f]+\), "
     r"region = )(\d+)"
 )
+_REGION_EMPTY = re.compile(r"Start/End empty region (\d+)")
 _CALL = re.compile(r"inlined_call [^/]*/\* %(\S+) = ")
 _FILE = re.compile(
     r"(?P<stamp>\d+)-(?P<kernel>.+)-\d+-(?P<what>final_bundles"
@@ -42,6 +46,10 @@ _FILE = re.compile(
 
 # The program itself, and what runs once when it is loaded and unloaded.
 _PROGRAM = "TLP"
+
+
+# Steps of a kernel's grid, and how often its stretches run: see `visited_cycles`.
+Visits = tuple[int, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,18 @@ class _Span:
         return self != other and self.first <= other.first and other.last <= self.last
 
 
-def read_schedule(folder: Path) -> Schedule | None:
+def read_schedule(
+    folder: Path, visits: Mapping[str, Visits] | None = None
+) -> Schedule | None:
     """Reads all kernels of the program whose dumps lie in `folder`.
 
     The compiler may compile a kernel several times, looking for a version that fits;
     the last dump is the one that is used.
+
+    Args:
+      visits: of kernels by name, see `visited_cycles`.
     """
+    visits = visits or {}
     dumps: dict[str, dict[str, Path]] = {}
     found = [(m, p) for p in folder.iterdir() if (m := _FILE.fullmatch(p.name))]
     for match, path in sorted(found, key=lambda pair: int(pair[0]["stamp"])):
@@ -69,7 +83,12 @@ def read_schedule(folder: Path) -> Schedule | None:
     program = dumps[_PROGRAM]["final_bundles"].read_text()
     calls = count_calls(program)
     kernels = [
-        read_kernel(name, times, {w: p.read_text() for w, p in dumps[name].items()})
+        read_kernel(
+            name,
+            times,
+            {w: p.read_text() for w, p in dumps[name].items()},
+            visits.get(name.split(".")[0]),
+        )
         for name, times in calls.items()
         if "final_bundles" in dumps.get(name, {})
     ]
@@ -95,7 +114,9 @@ def count_calls(program: str) -> dict[str, int]:
     return calls
 
 
-def read_kernel(name: str, calls: int, texts: Mapping[str, str]) -> Kernel:
+def read_kernel(
+    name: str, calls: int, texts: Mapping[str, str], visits: Visits | None = None
+) -> Kernel:
     """Reads one kernel from the texts of its dumps, by the last part of their names."""
     bundles, markers = split_bundles(texts["final_bundles"])
     spans = find_loops(bundles, markers)
@@ -134,6 +155,7 @@ def read_kernel(name: str, calls: int, texts: Mapping[str, str]) -> Kernel:
         calls=calls,
         bundles=len(bundles),
         cycles=cycles,
+        visited=visits and visited_cycles(texts["final_bundles"], *visits),
         stalls=max(count_cycles(unfolded) - cycles, 0) if unfolded else None,
         units=tuple(
             Unit(n, slots[i], total(n)) for n, i in column.items() if ":" not in n
@@ -152,6 +174,63 @@ def count_cycles(text: str) -> int:
     """Bundles times trips of one dump of a kernel."""
     bundles, markers = split_bundles(text)
     return sum(_weights(len(bundles), find_loops(bundles, markers)))
+
+
+def visited_cycles(text: str, steps: int, often: Sequence[float]) -> int:
+    """Issue cycles of a kernel, where predicated code counts as often as it runs.
+
+    Args:
+      text: the final bundles. They must be those of a grid of more than one step.
+      steps: of the grid. The pipeline's loop has more trips, which skip the kernel.
+      often: for each stretch of code that the kernel may skip or repeat, in the order
+        of the code, how often it runs on average, each time that it is reached.
+
+    Raises:
+      ValueError: if `often` has more or fewer numbers than the code has stretches.
+    """
+    bundles, markers = split_bundles(text)
+    loops = find_loops(bundles, markers)
+    skips = [
+        skip
+        for skip in _find_skips(bundles)
+        # What guards a loop that may have no trips is no stretch of its own.
+        if not any(_is_guard(skip, loop) for loop in loops)
+    ]
+    stretches = sorted([*loops, *skips], key=lambda s: (s.first, -s.last))
+    (grid, body), stretches = stretches[:2], stretches[2:]
+    if len(stretches) != len(often):
+        raise ValueError(
+            f"visited_cycles: often must have a number for each of {len(stretches)} "
+            f"stretches of code that may be skipped or repeated; got {often}."
+        )
+    weights = [1.0] * len(bundles)
+    trips = grid.trips or 1
+    times = (trips, steps / trips, *often)
+    for stretch, factor in zip((grid, body, *stretches), times, strict=True):
+        for i in range(stretch.first, stretch.last + 1):
+            weights[i] *= factor
+    return round(sum(weights))
+
+
+def _find_skips(bundles) -> list[_Span]:
+    """Stretches of code over which a branch may jump, but for bookkeeping."""
+    ends = {
+        region: i
+        for i, bundle in enumerate(bundles)
+        for region in _REGION_EMPTY.findall(bundle)
+    }
+    skips = []
+    for i, bundle in enumerate(bundles):
+        for _, region in _BRANCH.findall(bundle):
+            first, last = i + BRANCH_DELAY + 1, ends.get(region, 0) - 1
+            if last - first + 1 >= _BOOKKEEPING:
+                skips.append(_Span(first, last, None))
+    return skips
+
+
+def _is_guard(skip: _Span, loop: _Span) -> bool:
+    before, behind = loop.first - skip.first, skip.last - loop.last
+    return 0 <= before and 0 <= behind and before + behind < _BOOKKEEPING
 
 
 def split_bundles(text: str) -> tuple[list[str], list[str]]:
@@ -176,7 +255,7 @@ def find_loops(bundles: Sequence[str], markers: Sequence[str]) -> list[_Span]:
     for i, (bundle, marker) in enumerate(zip(bundles, markers, strict=True)):
         if marker == "LB":
             headers |= dict.fromkeys(_REGION_START.findall(bundle), i)
-        for predicate, region in _BACK_BRANCH.findall(bundle):
+        for predicate, region in _BRANCH.findall(bundle):
             if region in headers:
                 last = min(i + BRANCH_DELAY, len(bundles) - 1)
                 first = headers[region]

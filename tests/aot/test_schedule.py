@@ -17,6 +17,7 @@ from opsnn_jax.aot.schedule import (
     read_kernel,
     read_schedule,
     split_bundles,
+    visited_cycles,
 )
 
 DUMPS = Path(__file__).parent / "dumps"
@@ -190,3 +191,39 @@ def test_cycles_without_utilization(texts):
     kernel = read_kernel("tiny.3", 1, {"final_bundles": texts["final_bundles"]})
     assert kernel.cycles == 337
     assert kernel.units == kernel.lanes == ()
+
+
+def test_predicated_code_counts_as_often_as_it_runs():
+    branch, slots = "{ %1 = sbr.rel (%p1) target = $region", ["{}"] * 4
+    skipped = [branch + "30 }", *slots, *["{}"] * 100]
+    guarded_loop = [
+        branch + "40 }",
+        *slots,
+        "LB: { %s5 = sphi %s4, %s6 } /* Start region 41 */",
+        *["{}"] * 90,
+        "{ %p7 = scmp.ge.s32.totalorder %s6, %s8 }",
+        "{ %2 = sbr.rel (!%p7) target = $region41 }",
+        *slots,
+    ]
+    body = [*["{}"] * 70, *skipped, "{} /* Start/End empty region 30 */", *guarded_loop]
+    lines = [
+        "LB: { %s1 = sphi %s0, %s2 } /* Start region 10 */",
+        branch + "20 }",
+        *slots,
+        *body,
+        "{} /* Start/End empty region 40 :: Start/End empty region 20 */",
+        "{ %p9 = scmp.ge.s32.totalorder %s2, 5 }",
+        "{ %3 = sbr.rel (!%p9) target = $region10 }",
+        *slots,
+    ]
+    text = "\n".join(
+        f"0x{i:x} {line if line.startswith('LB') else ': ' + line}"
+        for i, line in enumerate(lines)
+    )
+    assert count_cycles(text) == 5 * len(lines)
+    around = len(lines) - len(body)
+    once = len(body) - 100 - 97  # what runs in each of 3 steps
+    expected = 5 * around + 3 * (once + 0.5 * 100 + 4 * 97)
+    assert visited_cycles(text, 3, (0.5, 4)) == expected
+    with pytest.raises(ValueError, match="each of 2 stretches"):
+        visited_cycles(text, 3, (0.5,))

@@ -1,5 +1,7 @@
 """The TPU kernels in Pallas's interpreter, where blocks end in NaN."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from opsnn_jax.kernels.attention import tpu, xla
 from opsnn_jax.kernels.attention.mask import Band
 from opsnn_jax.kernels.attention.spec import AttentionSpec, Extra
+from opsnn_jax.kernels.attention.tpu_plan import Plan
 from opsnn_jax.ops.attention import TABLE, flash_attention
 
 CAUSAL = Band(upper=0)
@@ -159,6 +162,55 @@ def test_every_operand_can_be_mapped_over():
     traced = gradients.trace(q, k, k, lengths, sinks, rng)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") == 2
+
+
+def plain_spec(length, band, **options):
+    return AttentionSpec(
+        *(1, length, length, 8, 8, 128, 128),
+        np.dtype("bfloat16"),
+        scale=1.0,
+        band=band,
+        precision=None,
+        bias_shape=None,
+        mask_shape=None,
+        **options,
+    )
+
+
+def test_visits_are_those_of_the_mask():
+    assert tpu.visits(plain_spec(4096, Band()))["attention_fwd"] == (64, ())
+    visits = tpu.visits(plain_spec(4096, CAUSAL))
+    assert visits.keys() == {"attention_fwd", "attention_bwd"}
+    for steps, often in visits.values():
+        # The backward pass starts and ends its sums apart.
+        fours, twos, ones, pieces, seen = often if len(often) == 5 else often[1:-1]
+        # Of 8 blocks of queries, number i sees i strips whole, and one of all in part.
+        assert steps == 64
+        assert 4 * fours + 2 * twos + ones == sum(range(8)) / 8
+        assert pieces * seen == 1
+    assert tpu.visits(plain_spec(4096, CAUSAL, ids=True)) == {}
+    assert tpu.visits(plain_spec(4000, CAUSAL)) == {}
+
+
+@pytest.mark.parametrize("band", [CAUSAL, Band(-3000, 0), Band(-3000, 2000)], ids=str)
+def test_blocks_in_which_nothing_is_seen_are_not_fetched(band):
+    spec = plain_spec(16384, band)
+    plan = Plan.of(spec, (512, 2048, 512), interpret=False)
+    nq, nk = plan.count
+    seen = {
+        (i, j)
+        for i in range(nq)
+        for j in range(nk)
+        if band.meets(i * 512, 512, j * 2048, 2048)
+    }
+    forward = [plan.by_queries(0, 0, i, j) for i in range(nq) for j in range(nk)]
+    backward = [plan.by_keys(0, 0, i, j) for j in range(nk) for i in range(nq)]
+    for places in (forward, backward):
+        blocks = [(int(i), int(j)) for _, _, i, j in places]
+        assert set(blocks) == seen
+        # A step at the place of the one before it fetches nothing.
+        changes = sum(a != b for a, b in itertools.pairwise([None, *blocks]))
+        assert changes == len(seen)
 
 
 def test_what_the_kernels_refuse():

@@ -254,8 +254,8 @@ ATTENTION = (
     Mutant(
         "attention-tpu-garbage-behind-the-keys",
         "kernels/attention/tpu_tile.py",
-        "inside = (col < spec.kv_len) &",
-        "inside = (col <= spec.kv_len) &",
+        "inside = col < spec.kv_len",
+        "inside = col <= spec.kv_len",
         (_TPU_TILES + "test_values",),
     ),
 )
