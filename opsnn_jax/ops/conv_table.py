@@ -148,6 +148,9 @@ def fills_registers(spec: ConvSpec) -> bool:
 
 
 _ALL = ("fwd", "dx", "dw")
+
+# Those for a CPU follow from the time of forward and both gradients in one program,
+# where the passes share the cores and the cache. Forward alone may differ a little.
 _RULES = (
     Rule(
         "depthwise", "cpu", _ALL, lambda spec: spec.is_depthwise,

@@ -175,14 +175,14 @@ CONV = (
         "kernels/conv/phases.py",
         "(*axes[::2], *axes[1::2], 2 * rank, 2 * rank + 1),",
         "(*axes[::2], *axes[:0:-2], 2 * rank, 2 * rank + 1),",
-        (_CONV_IMPLEMENTATIONS + "test_against_fp64",),
+        (_CONV_IMPLEMENTATIONS + "test_half_precision_rounds_once[phases]",),
     ),
     Mutant(
         "conv-phases-of-dx-cropped-at-the-other-end",
         "kernels/conv/phases.py",
         "[(-lo, -hi) for lo, hi in _padding(spec)]",
         "[(-hi, -lo) for lo, hi in _padding(spec)]",
-        (_CONV_IMPLEMENTATIONS + "test_against_fp64",),
+        (_CONV_IMPLEMENTATIONS + "test_half_precision_rounds_once[phases]",),
     ),
     Mutant(
         "lax-conv-output-layout",
@@ -256,6 +256,13 @@ WINOGRAD = (
         "return dw.astype(spec.dtype)",
         "return dw.swapaxes(0, 1).astype(spec.dtype)",
         (_CONV_OPS + "test_directional_finite_differences[winograd]",),
+    ),
+    Mutant(
+        "winograd-large-tiles-of-the-depth",
+        "kernels/winograd/xla.py",
+        "_DEPTH_TILE = 2",
+        "_DEPTH_TILE = 4",
+        ("tests/ops/test_conv_winograd.py::test_smaller_tiles_are_more_accurate",),
     ),
     Mutant(
         "winograd-takes-strides",
