@@ -110,3 +110,23 @@ def test_what_it_cannot_do_is_said_or_left_to_the_next(key):
         separable_conv2d(
             x, depthwise, pointwise, precision="high", implementation=FUSED
         )
+
+
+def test_elsewhere_than_on_a_tpu_it_is_two_convolutions(key):
+    arrays = arrays_of(key, (2, 3, 8, 128), (3, 3), 4, "float32", OPERANDS[:4])
+    spec = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays.values()]
+    assert "separable_conv" in lowered(separable_conv2d, *spec)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def each(implementation, x, *rest):
+        @jax.checkpoint
+        def f(x):
+            return separable_conv2d(
+                x, *rest, activation="gelu", implementation=implementation
+            )
+
+        return jax.vmap(jax.value_and_grad(lambda x: (f(x) ** 2).sum()))(x[:, None])
+
+    values = arrays.values()
+    for got, expected in zip(each(None, *values), each("direct", *values), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
