@@ -141,25 +141,26 @@ def _kernel(
     def run(keys, partial):
         tile = Tile(plan, inputs, place, keys, transposed=True)
         q, k, v, dout = q_ref[...], k_ref[keys], v_ref[keys], dout_ref[...]
-        scaled_q = q_scr[...]
         if partial:
-            # Behind the last query lies garbage. What the user's NaN makes NaN is told
-            # by lse and delta, but only at the keys that the query sees.
-            row = i * bq + lax.broadcasted_iota(jnp.int32, (bq, 1), 0)
-            q, scaled_q, dout = (
-                where(row < spec.q_len, finite(x)) for x in (q, scaled_q, dout)
-            )
+            # What the user's NaN makes NaN is told by lse and delta, but only at the
+            # keys that the query sees. A bad row of scaled_q spoils no row but its own.
+            q, dout = finite(q), finite(dout)
+            if spec.q_len % bq:  # Behind the last query lies garbage.
+                row = i * bq + lax.broadcasted_iota(jnp.int32, (bq, 1), 0)
+                q, dout = (where(row < spec.q_len, x) for x in (q, dout))
             k, v = finite(k), finite(v)
-        s, slope = tile.scores(scaled_q, k)  # (keys, bq)
+        s, slope = tile.scores(q_scr[...], k)  # (keys, bq)
         if partial:
             s, seen = tile.with_bias(s)
         p = jnp.exp2(s - lse_ref[...])
         dp = tile.dropped(tile.dot(v, dout, (1, 1)), scaled=True)
         ds = p * (dp - delta_ref[...])
+        if slope is not None:
+            ds = ds * slope
         if partial:
             p = jnp.where(seen, p + 0.0 * delta_ref[...], 0.0)
             ds = jnp.where(seen, ds, 0.0)
-        ds = (ds if slope is None else ds * slope).astype(q.dtype)
+        ds = ds.astype(q.dtype)
         add(dv_scr, keys, tile.dot(tile.dropped(p).astype(dout.dtype), dout, (1, 0)))
         add(dk_scr, keys, tile.dot(ds, q, (1, 0)))
         dq_scr[...] += tile.dot(ds, k, (0, 0))

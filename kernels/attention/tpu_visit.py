@@ -84,7 +84,7 @@ def visit_rates(plan: Plan, queries_end: bool = False) -> tuple[float, ...] | No
     *counts, rest, seen = (
         sum(column) / len(rows) for column in zip(*rows, strict=True)
     )
-    return *counts, rest, seen / max(rest, 1e-9)
+    return *counts, rest, seen / rest if rest else 0.0
 
 
 def _data_decides(plan):
