@@ -43,7 +43,7 @@ _SINGLE = {
     "fwd in part": {64: (128, 32, 8, 3), 128: (64, 16, 8, 2), 256: (32, 32, 8, 2)},
     "dq": {64: (64, 32, 8, 2), 128: (64, 16, 8, 2), 256: (32, 32, 8, 1)},
     "dkv": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 1)},
-    "dbias": {64: (64, 64, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 2)},
+    "dbias": {64: (64, 64, 8, 2), 128: (32, 32, 8, 2), 256: (16, 16, 8, 2)},
 }
 # So do those that the ordinary units multiply, without the tensor cores.
 _EXACT = {
@@ -88,12 +88,17 @@ class Plan:
         return plan if interpret else plan.shrunk(kernel, gpu_device.shared_memory())
 
     def shrunk(self, kernel: str, most: int) -> "Plan":
-        """Fewer stages, then smaller blocks, until no more shared memory is taken."""
+        """Fewer stages, then smaller blocks, until no more shared memory is taken.
+
+        The gradient of a bias, which loads all that it multiplies anew for each block,
+        spills with one stage: its blocks shrink first.
+        """
         plan = self
         while plan.shared_memory(kernel) > most:
-            if plan.stages > 1:
+            divisible = max(plan.block) > _LEAST
+            if plan.stages > 1 and not (kernel == "dbias" and divisible):
                 plan = replace(plan, stages=plan.stages - 1)
-            elif max(plan.block) > _LEAST:
+            elif divisible:
                 largest = plan.block.index(max(plan.block))
                 halved = (
                     n // 2 if axis == largest else n
