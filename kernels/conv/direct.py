@@ -13,10 +13,13 @@ negative padding included. XLA itself is never given negative padding: its float
 convolution on a CPU reads out of bounds there (openxla/xla issue 48713).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import gemm
 from .epilogue import empty_sum, finish
 from .spec import ConvSpec
 from .windows import input_padding, output_padding, spread, transpose_filter
@@ -81,6 +84,16 @@ def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
     """dw of w's shape, from x and dy."""
     if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
+    convolve = functools.partial(_weight_gradient, spec)
+    if spec.groups == 1:
+        return convolve(x, dy)
+    # On a CPU XLA takes dw of groups over every pair of channels, and multiplies by
+    # zero what belongs to no group: an infinity there would make NaN of all groups.
+    by_group = functools.partial(gemm.weight_gradient, spec)
+    return lax.platform_dependent(x, dy, cpu=by_group, default=convolve)
+
+
+def _weight_gradient(spec, x, dy):
     x, padding = crop(x, input_padding(spec))
     # Channels play the batch, the batch is contracted. Transposed by hand: inside a
     # loop XLA does not put dimensions in order, and the fast form on a CPU needs that.

@@ -162,7 +162,9 @@ def test_every_number_of_groups(groups, key):
     compare(arrays, key, implementation="block_diagonal", groups=groups)
 
 
-@pytest.mark.parametrize("implementation", [None, "block_diagonal"])
+@pytest.mark.parametrize(
+    "implementation", [None, "direct", "gemm", "block_diagonal", "block_diagonal_16"]
+)
 @pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
 def test_one_groups_infinity_stays_its_own(value, implementation, key):
     x, w = draw(key, (1, 5, 5, 4), (3, 3, 2, 4), "float32", bias=False)
