@@ -269,7 +269,7 @@ WINOGRAD = (
         "kernels/winograd/xla.py",
         "if any(s != 1 for s in spec.strides):",
         "if any(s > 2 for s in spec.strides):",
-        (_CONV_OPS + "test_bad_input",),
+        ("tests/ops/test_conv_errors.py::test_bad_input",),
     ),
     Mutant(
         "winograd-tpu-halo",
