@@ -114,11 +114,11 @@ class Plan:
         """About the bytes of shared memory that Triton takes for a kernel.
 
         They hold the block that stays, and of what is walked over a block a stage.
-        Operands that are split have a second part there.
+        Operands that are split take up to half as much again, of blocks so small that
+        they fit everywhere.
         """
         spec, (bq, bk) = self.spec, self.block
-        size = spec.dtype.itemsize * (2 if _blocks(spec) is _EXACT else 1)
-        q, v = (padded(n) * size for n in (spec.qk_dim, spec.v_dim))
+        q, v = (padded(n) * spec.dtype.itemsize for n in (spec.qk_dim, spec.v_dim))
         stay, walk = {
             "dq": (bq * (q + v), bk * (q + v)),
             "dkv": (bk * (q + v), bq * (q + v)),
