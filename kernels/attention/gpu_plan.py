@@ -45,7 +45,8 @@ _SINGLE = {
     "dkv": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 1)},
     "dbias": {64: (64, 64, 8, 2), 128: (32, 32, 8, 2), 256: (16, 16, 8, 2)},
 }
-# So do those that the ordinary units multiply, without the tensor cores.
+# So do those that are split into parts, or that the ordinary units multiply.
+_SPLIT = lax.Precision.HIGH, lax.Precision.HIGHEST
 _EXACT = {
     "fwd": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 1)},
     "fwd in part": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 1)},
@@ -110,9 +111,11 @@ class Plan:
         return plan
 
     def shared_memory(self, kernel: str) -> int:
-        """The bytes of shared memory that Triton takes for a kernel, at most.
+        """About the bytes of shared memory that Triton takes for a kernel.
 
         They hold the block that stays, and of what is walked over a block a stage.
+        Operands that are split take up to half as much again, of blocks so small that
+        they fit everywhere.
         """
         spec, (bq, bk) = self.spec, self.block
         q, v = (padded(n) * spec.dtype.itemsize for n in (spec.qk_dim, spec.v_dim))
@@ -249,7 +252,7 @@ class Plan:
 def _blocks(spec):
     if spec.dtype != jnp.float32:
         return _HALF
-    return _EXACT if spec.precision == lax.Precision.HIGHEST else _SINGLE
+    return _EXACT if spec.precision in _SPLIT else _SINGLE
 
 
 def padded(size: int) -> int:
