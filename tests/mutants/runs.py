@@ -126,7 +126,7 @@ RUNS = (
         "monitor-of-clipped-gradients",
         "training/step.py",
         "state.attempted_steps, grads, state.params, new.params",
-        "state.attempted_steps, clipped, state.params, new.params",
+        "state.attempted_steps, clip(), state.params, new.params",
         ("tests/training/test_monitor.py::test_measures_are_those_of_each_parameter",),
     ),
 )

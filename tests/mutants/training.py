@@ -155,7 +155,7 @@ STEP = (
         "training/leaves.py",
         "verdicts = [(jnp.isfinite(n) | ~jnp.isfinite(o)).all() for n, o in pairs]",
         "verdicts = [jnp.isfinite(n).all() for n, _ in pairs]",
-        (_STEP + "test_state_that_begins_infinite_is_no_fault",),
+        ("tests/training/test_leaves.py::test_which_leaf_is_not_finite",),
     ),
     Mutant(
         "clip-norm-overflows",
