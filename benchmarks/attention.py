@@ -3,16 +3,18 @@
 python benchmarks/attention.py              all rows: results/attention.json and .png
 python benchmarks/attention.py --quick      lengths up to 1024 only
 python benchmarks/attention.py --torch      also PyTorch's, where it is installed
+python benchmarks/attention.py --rows T=64  only the rows with this in their names, anew
 """
 
 import argparse
 import functools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import plot_ratios, save, time_in_turn, workspace
+from harness import plot_ratios, renew, save, time_in_turn, workspace
 
 from opsnn_jax import attention_decode, flash_attention
 
@@ -128,10 +130,10 @@ def measure(row: Row, with_torch: bool) -> list[dict]:
     return results
 
 
-def decode(quick: bool) -> list[dict]:
+def decode(sizes: Sequence[int]) -> list[dict]:
     """One new token over a cache, half of it filled."""
     results = []
-    for size in (1024,) if quick else (1024, 4096, 32768):
+    for size in sizes:
         keys = jax.random.split(jax.random.key(0), 3)
         q = jax.random.normal(keys[0], (4, 1, 8, 64))
         cache = [jax.random.normal(key, (4, size, 2, 64)) for key in keys[1:]]
@@ -187,10 +189,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short lengths only")
     parser.add_argument("--torch", action="store_true", help="time PyTorch too")
+    parser.add_argument("--rows", default="", help="only rows with this in their names")
     args = parser.parse_args()
-    results = [r for row in rows(args.quick) for r in measure(row, args.torch)]
-    results += decode(args.quick)
-    if not args.quick:
+    chosen = [row for row in rows(args.quick) if args.rows in row.label]
+    results = [r for row in chosen for r in measure(row, args.torch)]
+    if args.rows in "decode":
+        results += decode((1024,) if args.quick else (1024, 4096, 32768))
+    results = renew("attention", results) if args.rows else results
+    if not (args.quick or args.rows):
         memory = longest()
         print(f"{memory['label']}: {memory['workspace'] / 2**20:.0f} MiB")
         print(save("attention_memory", [memory]))
