@@ -79,8 +79,10 @@ def commit() -> str:
     return _run("git", "rev-parse", "--short", "HEAD")
 
 
-def plot_ratios(name: str, rows: list[dict], title: str, base: str = "XLA") -> Path:
-    """Bars of each row's ratio, with its quartiles; below 1 is faster."""
+def plot_ratios(
+    name: str, rows: list[dict], title: str, base: str = "XLA", unit: str = "time"
+) -> Path:
+    """Bars of each row's ratio, with its quartiles if it has any; below 1 is faster."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -88,7 +90,8 @@ def plot_ratios(name: str, rows: list[dict], title: str, base: str = "XLA") -> P
 
     labels = [row["label"] for row in rows]
     ratios = np.array([row["ratio"] for row in rows])
-    low, high = np.array([row["ratio_quartiles"] for row in rows]).T
+    quartiles = [row.get("ratio_quartiles", [row["ratio"]] * 2) for row in rows]
+    low, high = np.array(quartiles).T
     figure, axes = pyplot.subplots(
         figsize=(8, 0.6 + 0.32 * len(rows)), layout="constrained"
     )
@@ -97,7 +100,7 @@ def plot_ratios(name: str, rows: list[dict], title: str, base: str = "XLA") -> P
     axes.barh(labels, ratios, xerr=spread, color=colors, ecolor="#555", capsize=2)
     axes.axvline(1, color="#222", linewidth=1)
     axes.invert_yaxis()
-    axes.set_xlabel(f"time, relative to {base} (lower is faster)")
+    axes.set_xlabel(f"{unit}, relative to {base} (lower is faster)")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     for y, ratio in enumerate(ratios):

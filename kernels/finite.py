@@ -60,9 +60,19 @@ def exact_in_place(exact: Callable, finite: jax.Array, y, *arrays):
 
 
 def _all_finite(y):
-    # By a matrix product, which reads y at the speed of memory; XLA's reductions on a
-    # CPU do not. A sum that overflows where no term does costs time only.
+    """Whether every number is finite, at the speed of memory."""
+    return lax.platform_dependent(y, cpu=_by_product, default=_by_reduction)
+
+
+def _by_product(y):
+    # XLA's reductions on a CPU are slower than a matrix product. A sum that overflows
+    # where no term does costs time only.
     rows = y.reshape(-1, y.shape[-1])
     ones = jnp.ones((1, rows.shape[0]), rows.dtype)
     dtype = accumulate_dtype(rows.dtype)
     return jnp.isfinite(jnp.dot(ones, rows, preferred_element_type=dtype)).all()
+
+
+def _by_reduction(y):
+    # In whatever order y lies in memory; rows for a product would be a copy on a TPU.
+    return jnp.isfinite(y).all()

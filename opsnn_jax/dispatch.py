@@ -82,6 +82,17 @@ class Implementation:
             return f"cannot be imported with JAX {jax.__version__}: {error}"
 
 
+def _in_32_bits(run):
+    """`run`, traced without jax_enable_x64: kernels take no indices of 64 bits, which
+    Python's integers would be."""
+
+    def call(*arrays):
+        with jax.enable_x64(False):
+            return run(*arrays)
+
+    return call
+
+
 @dataclass(frozen=True)
 class Pass:
     """One pass of one call: what to run on each platform. Hashable, so cacheable."""
@@ -113,7 +124,7 @@ class Pass:
         run = functools.partial(chosen.passes[self.name], self.spec)
         if chosen.pallas:
             interpret = target.platform not in chosen.platforms
-            run = functools.partial(run, interpret=interpret)
+            run = _in_32_bits(functools.partial(run, interpret=interpret))
         return run
 
     def _no_kernel(self, chosen, target):

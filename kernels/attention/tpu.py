@@ -24,8 +24,8 @@ def refuses(spec: AttentionSpec) -> str | None:
         return "takes no heads of size 0"
     if shrinkage(spec) > FORWARD[0] // LANES:
         return f"takes no heads of {max(spec.qk_dim, spec.v_dim)} features"
-    if spec.precision == lax.Precision.HIGH:
-        return "has no precision HIGH, only DEFAULT and HIGHEST"
+    if spec.dtype == jnp.float32 and spec.precision == lax.Precision.HIGH:
+        return "has no precision HIGH for float32, only DEFAULT and HIGHEST"
     return None
 
 

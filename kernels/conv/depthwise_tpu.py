@@ -10,7 +10,6 @@ kernel over dy with the flipped filter. dw keeps one vector of partial sums for 
 tap. How images lie in memory is in `depthwise_tpu_image.py`.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -24,7 +23,7 @@ from . import depthwise_tpu_image as images
 from .depthwise_tpu_image import Image, as_image, f32
 from .epilogue import empty_sum, finish
 from .spec import ConvSpec
-from .windows import transpose_filter
+from .windows import over_dy, transpose_filter
 
 
 def refuses(spec: ConvSpec) -> str | None:
@@ -40,7 +39,7 @@ def refuses(spec: ConvSpec) -> str | None:
         )
     if any(s != 1 for s in spec.strides):
         return f"takes no strides, got {spec.strides}"
-    if max(as_image(s).vmem for s in (spec, _adjoint(spec))) > images.VMEM_LIMIT:
+    if max(as_image(s).vmem for s in (spec, over_dy(spec))) > images.VMEM_LIMIT:
         return f"takes images that fit vector memory only, got {spec.spatial}"
     return None
 
@@ -67,7 +66,7 @@ def input_gradient(
     if spec.is_empty:
         return jnp.zeros(spec.x_shape, spec.dtype)
     filter_ = transpose_filter(spec, w)
-    return _correlate(_adjoint(spec), dy, filter_, None, None, interpret)
+    return _correlate(over_dy(spec), dy, filter_, None, None, interpret)
 
 
 def weight_gradient(
@@ -206,19 +205,3 @@ def _weight_gradient_kernel(
     @pl.when(last)
     def _():
         dw_ref[...] = sums_ref[...].sum(1)
-
-
-def _adjoint(spec: ConvSpec) -> ConvSpec:
-    """The convolution of dy that gives dx, its padding not yet done."""
-    return dataclasses.replace(
-        spec,
-        x_shape=spec.y_shape,
-        padding=tuple(
-            (e - 1 - lo, size - out + lo)
-            for e, (lo, _), size, out in zip(
-                spec.extent, spec.padding, spec.spatial, spec.out_spatial, strict=True
-            )
-        ),
-        activation=None,
-        keep_preactivation=False,
-    )

@@ -107,6 +107,12 @@ def adjoint(spec: ConvSpec) -> ConvSpec:
     )
 
 
+def over_dy(spec: ConvSpec) -> ConvSpec:
+    """`adjoint` for strides of 1, as a convolution of dy that is yet to be padded."""
+    padding = tuple(output_padding(spec))
+    return dataclasses.replace(adjoint(spec), x_shape=spec.y_shape, padding=padding)
+
+
 def spread(spec: ConvSpec, dy: jax.Array) -> jax.Array:
     """dy with stride - 1 zeros between its elements, padded to the adjoint's input."""
     zeros = [stride - 1 for stride in spec.strides]

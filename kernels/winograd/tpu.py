@@ -1,34 +1,44 @@
 """Winograd convolution fused into one Pallas TPU kernel: 3 x 3, stride 1, NHWC.
 
-One grid step takes `rows` tile rows of one image with all their channels: transforms
+One grid step takes a row of tiles of several images with all their channels: transforms
 them, multiplies frequency by frequency on the matrix unit, transforms back and writes
 finished pixels. The transformed tiles never leave vector memory. The kernels are in
 `tpu_kernels.py`, how images are cut and laid out for them in `tpu_blocks.py`.
 
-float32 uses F(4, 3) with full-precision products; bfloat16 uses F(2, 3), whose error
-with multiplicands rounded to bfloat16 is 1.7 times that of one output rounding.
+float32 uses F(4, 3). The matrix unit multiplies numbers of bfloat16, so multiplicands
+are split into three of these, and the six larger products are summed: what XLA does for
+`precision="highest"`, but the filter is split once, and each part of it loaded once a
+step. bfloat16 uses F(2, 3), whose error with multiplicands rounded to bfloat16 is 1.7
+times that of one output rounding.
 
 Non-finite inputs: as in `xla.py`, a result that is not finite is computed again
 directly.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..conv import direct
+from ..conv import direct, windows
 from ..conv.epilogue import empty_sum
 from ..conv.spec import ConvSpec
 from ..finite import or_exact
 from ..tiling import SUBLANES, ceil_div, result_type
-from . import tpu_blocks as blocks
 from . import tpu_kernels as kernels
 from . import xla
+from .tpu_blocks import (
+    VMEM_LIMIT,
+    Blocks,
+    block_outputs,
+    blocks_of,
+    coefficient_specs,
+    coefficients,
+    from_sublanes,
+    to_sublanes,
+)
 
 
 def refuses(spec: ConvSpec) -> str | None:
@@ -37,7 +47,16 @@ def refuses(spec: ConvSpec) -> str | None:
         return f"takes float32 and bfloat16 only, got {spec.dtype}"
     if spec.kernel != (3, 3):
         return f"takes 3 x 3 kernels only, got {spec.kernel}"
-    return xla.refuses(spec)
+    if reason := xla.refuses(spec):
+        return reason
+    if spec.is_empty:
+        return None
+    if not all(blocks_of(s).fits for s in (spec, windows.over_dy(spec))):
+        return (
+            "takes no more channels than fit vector memory, about 1000, got "
+            f"{' and '.join(map(str, spec.w_shape[-2:]))}"
+        )
+    return None
 
 
 def forward(
@@ -83,138 +102,105 @@ def weight_gradient(
 
 
 def fast_forward(spec: ConvSpec, x, w, b=None, residual=None, *, interpret: bool):
-    pads = [lo for lo, _ in spec.padding]
-    b = jnp.zeros(w.shape[-1], x.dtype) if b is None else b
-    return _correlate(spec, x, w, b, residual, pads, spec.out_spatial, interpret)
+    blocks = blocks_of(spec)
+    x, u = blocks.pad(spec, x), _transformed_filter(blocks, w, interpret)
+    b = jnp.zeros(w.shape[-1], jnp.float32) if b is None else b
+    more = [] if residual is None else [to_sublanes(residual)]
+    y_type = result_type((*spec.out_spatial, spec.x_shape[0], w.shape[-1]), spec.dtype)
+    outs = pl.pallas_call(
+        functools.partial(
+            kernels.correlate_kernel, spec=spec, blocks=blocks, has_residual=bool(more)
+        ),
+        grid=blocks.grid,
+        in_specs=[
+            *coefficient_specs(),
+            blocks.window_spec(),
+            pl.BlockSpec(
+                (blocks.parts, *blocks.filters),
+                lambda o, n, h, w: (0, 0, 0, o),
+                pipeline_mode=pl.Buffered(1),
+            ),
+            pl.BlockSpec((1, blocks.block_o), lambda o, n, h, w: (0, o)),
+            *[blocks.finished_spec() for _ in more],
+        ],
+        out_specs=[blocks.finished_spec()] * (1 + spec.keep_preactivation),
+        out_shape=[y_type] * (1 + spec.keep_preactivation),
+        scratch_shapes=[
+            pltpu.VMEM(blocks.window[1:], jnp.float32),
+            pltpu.VMEM(
+                (blocks.t.m, blocks.t.m, blocks.tiles, blocks.block_o), jnp.float32
+            ),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 4, vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=blocks.cost(),
+        interpret=interpret,
+        name="winograd_correlate",
+    )(*coefficients(blocks.t), x, u, b[None], *more)
+    outs = tuple(map(from_sublanes, outs))
+    return outs if spec.keep_preactivation else outs[0]
 
 
 def fast_input_gradient(spec: ConvSpec, w, dy, *, interpret: bool):
-    rotated = jnp.swapaxes(lax.rev(w, (0, 1)), -1, -2)
-    pads = [2 - lo for lo, _ in spec.padding]
-    b = jnp.zeros(rotated.shape[-1], dy.dtype)
-    spec = dataclasses.replace(spec, activation=None)
-    return _correlate(spec, dy, rotated, b, None, pads, spec.spatial, interpret)
+    filter_ = windows.transpose_filter(spec, w)
+    return fast_forward(windows.over_dy(spec), dy, filter_, interpret=interpret)
 
 
 def fast_weight_gradient(spec: ConvSpec, x, dy, *, interpret: bool):
-    t = blocks.transform_of(spec)
-    channels, outputs = spec.w_shape[-2:]
-    block_o = blocks.block_outputs(outputs)
-    tiles_h, tiles_w = blocks.tiles_of(spec.out_spatial, t)
-    rows = blocks.rows_per_step(t, tiles_h, tiles_w, channels, block_o)
-    steps_h = ceil_div(tiles_h, rows)
-    x = blocks.pad(
-        x, [lo for lo, _ in spec.padding], steps_h * rows, tiles_w, t, halo=True
-    )
-    dy = blocks.pad(dy, (0, 0), steps_h * rows, tiles_w, t, halo=False)
-    padded_c, padded_o = x.shape[-1], dy.shape[-1]
-
+    blocks = blocks_of(spec)
+    t, x, dy = blocks.t, blocks.pad(spec, x), blocks.pad_pixels(dy)
     du = pl.pallas_call(
-        functools.partial(
-            kernels.weight_gradient_kernel, t=t, rows=rows, tiles_w=tiles_w
-        ),
-        grid=(ceil_div(outputs, block_o), x.shape[0], steps_h),
-        in_specs=[
-            *blocks.coefficient_specs(),
-            *blocks.image_specs(x.shape, rows, lambda o, n, h: (n, h)),
-            pl.BlockSpec(
-                (1, rows, t.m, t.m * tiles_w, block_o),
-                lambda o, n, h: (n, h, 0, 0, o),
-            ),
-        ],
+        functools.partial(kernels.weight_gradient_kernel, blocks=blocks),
+        grid=blocks.grid,
+        in_specs=[*coefficient_specs(), blocks.window_spec(), blocks.finished_spec()],
         out_specs=pl.BlockSpec(
-            (t.n * t.n, padded_c, block_o), lambda o, n, h: (0, 0, o)
+            blocks.filters,
+            lambda o, n, h, w: (0, 0, o),
+            pipeline_mode=pl.Buffered(1),
         ),
-        out_shape=result_type((t.n * t.n, padded_c, padded_o), jnp.float32),
+        out_shape=result_type((t.n**2, blocks.channels, blocks.outputs), jnp.float32),
         scratch_shapes=[
-            pltpu.VMEM((rows + 1, *x.shape[2:]), jnp.float32),
-            blocks.by_lane_tiles(rows, x.shape[3], padded_c),
-            blocks.by_lane_tiles(rows, t.m * tiles_w, block_o),
+            pltpu.VMEM(blocks.window[1:], jnp.float32),
+            pltpu.VMEM(blocks.finished[1:], jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=blocks.VMEM_LIMIT,
+            dimension_semantics=("parallel", *("arbitrary",) * 3),
+            vmem_limit_bytes=VMEM_LIMIT,
         ),
-        cost_estimate=blocks.cost(t, x.shape[0] * steps_h * rows * tiles_w, spec),
+        cost_estimate=blocks.cost(),
         interpret=interpret,
         name="winograd_weight_gradient",
-    )(*blocks.coefficients(t), x, x, dy)
-    dw = _map_frequencies(t.array("g", jnp.float32).T, du, spec.dtype, interpret)
-    return dw.reshape(3, 3, padded_c, padded_o)[:, :, :channels, :outputs]
+    )(*coefficients(t), x, dy)
+    (dw,) = _map_frequencies(t.array("g", jnp.float32).T, du, 1, spec.dtype, interpret)
+    return dw[:, : spec.w_shape[2]].reshape(spec.w_shape)
 
 
-def _correlate(spec, x, w, b, residual, pads, out_spatial, interpret):
-    """x (N, H, W, C), padded at the low ends by `pads`, with w (3, 3, C, O)."""
-    t = blocks.transform_of(spec)
-    batch, (channels, outputs) = x.shape[0], w.shape[-2:]
-    block_o = blocks.block_outputs(outputs)
-    tiles_h, tiles_w = blocks.tiles_of(out_spatial, t)
-    rows = blocks.rows_per_step(t, tiles_h, tiles_w, channels, block_o)
-    steps_h = ceil_div(tiles_h, rows)
-    x = blocks.pad(x, pads, steps_h * rows, tiles_w, t, halo=True)
-    w = blocks.pad_lanes(w, -2).reshape(9, x.shape[-1], outputs)
-    u = _map_frequencies(t.array("g", jnp.float32), w, x.dtype, interpret)
-    y_spec = pl.BlockSpec(
-        (1, t.m * rows, out_spatial[1], block_o), lambda o, n, h: (n, h, 0, o)
-    )
-    y_type = result_type((batch, *out_spatial, outputs), x.dtype)
-    outs = pl.pallas_call(
-        functools.partial(
-            kernels.correlate_kernel,
-            spec=spec,
-            t=t,
-            rows=rows,
-            tiles_w=tiles_w,
-            has_residual=residual is not None,
-        ),
-        grid=(ceil_div(outputs, block_o), batch, steps_h),
-        in_specs=[
-            *blocks.coefficient_specs(),
-            *blocks.image_specs(x.shape, rows, lambda o, n, h: (n, h)),
-            pl.BlockSpec((t.n * t.n, x.shape[-1], block_o), lambda o, n, h: (0, 0, o)),
-            pl.BlockSpec((1, block_o), lambda o, n, h: (0, o)),
-            *([] if residual is None else [y_spec]),
-        ],
-        out_specs=[y_spec] * (1 + spec.keep_preactivation),
-        out_shape=[y_type] * (1 + spec.keep_preactivation),
-        scratch_shapes=[
-            pltpu.VMEM((rows + 1, *x.shape[2:]), jnp.float32),
-            blocks.by_lane_tiles(rows, x.shape[3], x.shape[-1]),
-            pltpu.VMEM((t.m, t.m, rows, tiles_w, block_o), jnp.float32),
-            blocks.by_lane_tiles(rows, t.m * tiles_w, block_o),
-        ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel"),
-            vmem_limit_bytes=blocks.VMEM_LIMIT,
-        ),
-        cost_estimate=blocks.cost(t, batch * steps_h * rows * tiles_w, spec),
-        interpret=interpret,
-        name="winograd_correlate",
-    )(
-        *blocks.coefficients(t),
-        x,
-        x,
-        u,
-        b[None],
-        *([] if residual is None else [residual]),
-    )
-    return tuple(outs) if spec.keep_preactivation else outs[0]
+def _transformed_filter(blocks: Blocks, w, interpret):
+    """G w GT in its parts: (parts, n*n, C, O)."""
+    extra = blocks.channels - w.shape[2]
+    w = jnp.pad(w, [(0, 0), (0, 0), (0, extra), (0, 0)]).reshape(9, -1, w.shape[-1])
+    g = blocks.t.array("g", jnp.float32)
+    return _map_frequencies(g, w, blocks.parts, jnp.bfloat16, interpret)
 
 
-def _map_frequencies(matrix, x, dtype, interpret):
+def _map_frequencies(matrix, x, parts, dtype, interpret):
     """matrix x matrix^T over the two axes that the first stands for.
 
-    x (c*c, C, O) gives (r*r, C, O).
+    x (c*c, C, O) gives (parts, r*r, C, O).
     """
     r, c = matrix.shape
     _, channels, outputs = x.shape
-    block_c, block_o = min(channels, 2 * SUBLANES), blocks.block_outputs(outputs)
+    block_c = min(channels, 2 * SUBLANES)
+    block_o = block_outputs(outputs)
     return pl.pallas_call(
         functools.partial(kernels.map_frequencies_kernel, matrix=matrix),
         grid=(ceil_div(channels, block_c), ceil_div(outputs, block_o)),
         in_specs=[pl.BlockSpec((c * c, block_c, block_o), lambda i, o: (0, i, o))],
-        out_specs=pl.BlockSpec((r * r, block_c, block_o), lambda i, o: (0, i, o)),
-        out_shape=result_type((r * r, channels, outputs), dtype),
+        out_specs=pl.BlockSpec(
+            (parts, r * r, block_c, block_o), lambda i, o: (0, 0, i, o)
+        ),
+        out_shape=result_type((parts, r * r, channels, outputs), dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel")
         ),

@@ -1,12 +1,14 @@
-"""How images are cut into blocks and laid out for the Winograd TPU kernels.
+"""How images are cut and laid out for the Winograd TPU kernels.
 
-Channels lie in lanes, tile columns in sublanes, image rows in untiled dimensions, split
-as (tile row, row of the tile). Element j of every tile along a row is then a load with
-sublane stride m, and tiles are put back together by a store with the same stride; both
-work on one tile of 128 lanes at a time. A block of m * rows input rows needs r - 1 rows
-of the next block; they come as a second, m rows high view of the same array.
+Images lie in sublanes, channels in lanes, rows and columns in untiled dimensions:
+(H, W, N, C). The elements of a tile are then whole registers at other places, and a
+small image wastes none. XLA lays out a batch of a multiple of 8 so by itself.
+
+One step takes a row of at most `MOST_COLUMNS` tiles of the images of one register. The
+window of inputs that it sees overlaps that of its neighbours by r - 1 pixels.
 """
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -18,85 +20,181 @@ from ..conv.spec import ConvSpec
 from ..tiling import LANES, SUBLANES, ceil_div, padded_bytes, round_up
 from .transforms import Transform, transform
 
-# What one kernel may take of the 128 MiB of vector memory of a v5e or v6e core, and how
-# much of it the blocks are sized for: the rest is for values that do not fit registers.
-VMEM_LIMIT = 96 << 20
-_VMEM_BLOCKS = 24 << 20
+# What one kernel may take of the 64 MiB or more of vector memory of a TPU since v5, and
+# how much of it its blocks: the rest is for values that do not fit registers.
+VMEM_LIMIT = 60 << 20
+_VMEM_BLOCKS = 48 << 20
+
+# 64 tiles of fp32 in a step: enough to hide that the filter is loaded for them, few
+# enough for a row of frequencies to be at hand when the output transform adds it.
+MOST_COLUMNS = 8
 
 
-def transform_of(spec: ConvSpec) -> Transform:
-    """F(4, 3), or for bfloat16, whose multiplicands are rounded, F(2, 3)."""
-    return transform(4 if spec.dtype == "float32" else 2, 3)
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of a correlation of x by w, or by dy for the gradient of the filter.
+
+    Attributes:
+      t: the transform of both dimensions.
+      dtype: of x, and of what is computed.
+      images, channels: as padded, `images` to a multiple of `batch`.
+      outputs: as they are; the last step may see more.
+      batch: images of a step, as many as fill the sublanes of a register.
+      rows: of tiles.
+      columns: of tiles in a step, `steps` of which make a row.
+      block_o: outputs of a step.
+    """
+
+    t: Transform
+    dtype: str
+    images: int
+    channels: int
+    outputs: int
+    batch: int
+    rows: int
+    columns: int
+    steps: int
+    block_o: int
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """(outputs, images, tile rows, columns): the filter changes least often."""
+        steps_o = ceil_div(self.outputs, self.block_o)
+        return steps_o, self.images // self.batch, self.rows, self.steps
+
+    @property
+    def tiles(self) -> int:
+        """Rows of a product: the tiles of a step."""
+        return self.columns * self.batch
+
+    @property
+    def parts(self) -> int:
+        """How many numbers of bfloat16 stand for a multiplicand."""
+        return 3 if self.dtype == "float32" else 1
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """The shape of what a step sees of x."""
+        t = self.t
+        return (t.n, t.m * self.columns + t.r - 1, self.batch, self.channels)
+
+    @property
+    def finished(self) -> tuple[int, ...]:
+        """The shape of a step's pixels."""
+        return (self.t.m, self.t.m * self.columns, self.batch, self.block_o)
+
+    @property
+    def filters(self) -> tuple[int, ...]:
+        """The shape of the transformed filter of a step, of one part."""
+        return (self.t.n**2, self.channels, self.block_o)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is vector memory for every kernel; what is piped, twice."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        pixels = self.finished
+        window = 2 * padded_bytes(self.window, itemsize)
+        row = padded_bytes(self.window[1:], 4)
+        sums = (self.t.m**2, self.tiles, self.block_o)
+        forward = (
+            self.parts * padded_bytes(self.filters, 2)
+            + 3 * 2 * padded_bytes(pixels, itemsize)  # y, z and the residual
+            + padded_bytes(sums, 4)
+        )
+        gradient = (
+            padded_bytes(self.filters, 4)
+            + 2 * padded_bytes(pixels, itemsize)
+            + padded_bytes(pixels[1:], 4)
+        )
+        return window + row + max(forward, gradient) <= _VMEM_BLOCKS
+
+    def window_spec(self) -> pl.BlockSpec:
+        """The spec of `window`, of an x that `pad` made."""
+        t = self.t
+
+        def start(o, n, h, w):
+            return h * t.m, w * t.m * self.columns, n * self.batch, 0
+
+        return pl.BlockSpec(tuple(map(pl.Element, self.window)), start)
+
+    def finished_spec(self) -> pl.BlockSpec:
+        """The spec of `finished`, of an array (H, W, N, O) of any size."""
+        return pl.BlockSpec(self.finished, lambda o, n, h, w: (h, w, n, o))
+
+    def pad(self, spec: ConvSpec, x):
+        """x, padded, or cropped where negative, to whole windows: (H, W, N, C)."""
+        t = self.t
+        tiles = self.rows, self.steps * self.columns
+        config = [(0, self.images - x.shape[0], 0)]
+        for size, (lo, _), count in zip(spec.spatial, spec.padding, tiles, strict=True):
+            config.append((lo, t.m * count + t.r - 1 - size - lo, 0))
+        config.append((0, self.channels - x.shape[-1], 0))
+        x = lax.pad(x, jnp.zeros((), x.dtype), config)
+        return to_sublanes(x)
+
+    def pad_pixels(self, dy):
+        """dy, padded to whole blocks of pixels: (H, W, N, O)."""
+        tiles = self.rows, self.steps * self.columns
+        config = [(0, self.images - dy.shape[0], 0)]
+        for size, count in zip(dy.shape[1:3], tiles, strict=True):
+            config.append((0, self.t.m * count - size, 0))
+        dy = lax.pad(dy, jnp.zeros((), dy.dtype), [*config, (0, 0, 0)])
+        return to_sublanes(dy)
+
+    def cost(self) -> pl.CostEstimate:
+        """Of the products of all tiles, for XLA's own model of the program."""
+        t, tiles = self.t, self.tiles * math.prod(self.grid[1:])
+        filters = t.n**2 * self.channels * self.outputs
+        pixels = t.m**2 * tiles * (self.channels + self.outputs)
+        itemsize = jnp.dtype(self.dtype).itemsize
+        return pl.CostEstimate(
+            flops=2 * tiles * filters,
+            bytes_accessed=itemsize * pixels + 2 * self.parts * filters,
+            transcendentals=0,
+        )
+
+
+def blocks_of(spec: ConvSpec) -> Blocks:
+    """The blocks of a correlation; F(4, 3), or for bfloat16, whose multiplicands are
+    rounded, F(2, 3)."""
+    t = transform(4 if spec.dtype == "float32" else 2, 3)
+    rows, columns = (ceil_div(size, t.m) for size in spec.out_spatial)
+    steps = ceil_div(columns, MOST_COLUMNS)
+    batch = SUBLANES * 4 // jnp.dtype(spec.dtype).itemsize
+    channels, outputs = spec.w_shape[-2:]
+    blocks = Blocks(
+        t=t,
+        dtype=spec.dtype,
+        images=round_up(spec.x_shape[0], batch),
+        channels=_whole_lanes(channels),
+        outputs=outputs,
+        batch=batch,
+        rows=rows,
+        columns=ceil_div(columns, steps),
+        steps=steps,
+        block_o=block_outputs(outputs),
+    )
+    if not blocks.fits and blocks.block_o > LANES:
+        return dataclasses.replace(blocks, block_o=LANES)
+    return blocks
 
 
 def block_outputs(outputs: int) -> int:
-    """Output channels per block: two lane tiles feed the 256-wide unit of a v6e."""
+    """Outputs of a step: two lane tiles feed the 256-wide unit of a v6e."""
     return min(outputs, LANES) if outputs < 2 * LANES else 2 * LANES
 
 
-def tiles_of(out_spatial, t) -> tuple[int, int]:
-    """Tile rows and tile columns; columns in whole sublane tiles, so that (rows,
-    columns, C) is a matrix of tiles by channels without moving data."""
-    height, width = out_spatial
-    return ceil_div(height, t.m), round_up(ceil_div(width, t.m), SUBLANES)
+def to_sublanes(x):
+    """(N, H, W, C) with images in sublanes: (H, W, N, C)."""
+    return jnp.transpose(x, (1, 2, 0, 3))
 
 
-def rows_per_step(t, tiles_h, tiles_w, channels, block_o) -> int:
-    """The most tile rows whose buffers fit the budget beside the transformed filter."""
-    width = t.m * tiles_w + SUBLANES
-    per_row = (
-        # the block twice (double buffered), its fp32 copy, one transformed row
-        (3 * t.m + 1) * padded_bytes((width, channels), 4)
-        # accumulators, the finished block, the output block twice
-        + 4 * t.m * t.m * padded_bytes((tiles_w, block_o), 4)
-    )
-    filters = 2 * t.n * t.n * padded_bytes((channels, block_o), 4)
-    most = max(1, (_VMEM_BLOCKS - min(filters, _VMEM_BLOCKS)) // per_row)
-    steps = ceil_div(tiles_h, min(most, tiles_h))
-    return ceil_div(tiles_h, steps)  # steps of even height waste the fewest rows
+def from_sublanes(y):
+    return jnp.transpose(y, (2, 0, 1, 3))
 
 
-def pad(x, pads, tiles_h, tiles_w, t, halo):
-    """Pads, or crops where negative, to whole blocks: (N, tile rows, m, W, C).
-
-    A halo is one more tile row, and columns in whole sublane tiles.
-    """
-    config = [(0, 0, 0)]
-    wanted = (
-        t.m * (tiles_h + (1 if halo else 0)),
-        t.m * tiles_w + (SUBLANES if halo else 0),
-    )
-    for size, lo, want in zip(x.shape[1:-1], pads, wanted, strict=True):
-        config.append((lo, want - size - lo, 0))
-    x = lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
-    x = pad_lanes(x, -1)
-    return x.reshape(x.shape[0], -1, t.m, *x.shape[2:])
-
-
-def pad_lanes(x, axis):
-    """Pads channels to whole lane tiles, where they are more than one."""
-    channels = x.shape[axis]
-    extra = round_up(channels, LANES) - channels if channels > LANES else 0
-    config = [(0, 0, 0)] * x.ndim
-    config[axis] = (0, extra, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), config)
-
-
-def image_specs(shape, rows, position):
-    """The specs of an image block and of its halo; `position(*grid)` is (n, h)."""
-
-    def block(*grid):
-        n, h = position(*grid)
-        return n, h, 0, 0, 0
-
-    def halo(*grid):
-        n, h = position(*grid)
-        return n, (h + 1) * rows, 0, 0, 0
-
-    return (
-        pl.BlockSpec((1, rows, *shape[2:]), block),
-        pl.BlockSpec((1, 1, *shape[2:]), halo),
-    )
+def _whole_lanes(channels):
+    return channels if channels <= LANES else round_up(channels, LANES)
 
 
 def coefficient_specs() -> list[pl.BlockSpec]:
@@ -104,25 +202,6 @@ def coefficient_specs() -> list[pl.BlockSpec]:
     return [pl.BlockSpec(memory_space=pltpu.SMEM)] * 2
 
 
-def coefficients(t):
+def coefficients(t: Transform):
     """The matrices BT and AT."""
     return t.array("bt", jnp.float32), t.array("at", jnp.float32)
-
-
-def by_lane_tiles(rows, width, channels) -> pltpu.VMEM:
-    """A buffer (lane tile, row, column, up to 128 channels), for strided columns."""
-    lanes = min(channels, LANES)
-    return pltpu.VMEM((channels // lanes, rows, width, lanes), jnp.float32)
-
-
-def cost(t, tiles, spec) -> pl.CostEstimate:
-    """Of the products of all tiles, for XLA's own model of the program."""
-    channels, outputs = spec.w_shape[-2:]
-    itemsize = jnp.dtype(spec.dtype).itemsize
-    pixels = t.m * t.m * tiles
-    return pl.CostEstimate(
-        flops=2 * t.n * t.n * tiles * channels * outputs,
-        bytes_accessed=itemsize
-        * (pixels * (channels + outputs) + t.n * t.n * math.prod(spec.w_shape[-2:])),
-        transcendentals=0,
-    )

@@ -1,10 +1,10 @@
 """What the registered kernels cost, held against a committed file.
 
 `python -m opsnn_jax.aot.baseline` compiles every case and fails where one got more
-than 5 % worse; with `--update` it writes the file anew. On a TPU the costs are the
-issue cycles, alone and with the stalls, so that neither is traded for the other; on a
-GPU the bytes that ptxas spilled. A figure belongs to one version of the compiler:
-another gives another schedule, so each has its own.
+than 5 % worse; with `--update` it writes the file anew, with `--cases` it looks at some
+only. On a TPU the costs are the issue cycles, alone and with the stalls, so that
+neither is traded for the other; on a GPU the bytes that ptxas spilled. A figure belongs
+to one version of the compiler: another gives another schedule, so each has its own.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def read(path: Path) -> dict[str, dict[str, int]]:
 def write(path: Path, figures: Iterable[Figure]) -> None:
     """Writes the figures; those of other compilers stay, those of lost cases go."""
     figures = list(figures)
-    cases = {f.case for f in figures}
+    cases = {case.name for case in KERNELS} | {f.case for f in figures}
     kept = {k: v for k, v in read(path).items() if k.split(" ")[0] in cases}
     kept |= {f.key: f.costs for f in figures}
     path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
@@ -97,9 +97,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m opsnn_jax.aot.baseline")
     parser.add_argument("--update", action="store_true", help="write the file anew")
     parser.add_argument("--file", type=Path, default=BASELINE)
+    parser.add_argument("--cases", default="", help="only those with this in the name")
     args = parser.parse_args(argv)
+    cases = [case for case in KERNELS if args.cases in case.name]
+    if not cases:
+        parser.error(f"--cases: no case has {args.cases!r} in its name.")
     baseline, figures, failures = read(args.file), [], []
-    for case in KERNELS:
+    for case in cases:
         for target in case.targets:
             report, figure = measure(case, target)
             if figure is None:

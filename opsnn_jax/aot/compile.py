@@ -1,5 +1,6 @@
 """Compiles a function for a device that is not there, and says what came of it."""
 
+import functools
 import json
 import os
 import pickle
@@ -90,7 +91,7 @@ def compile_for(
             f"got {rate!r}."
         )
     require_toolchain(device)
-    name = name or getattr(f, "__name__", type(f).__name__)
+    name = name or _name_of(f)
     structs = _structs(specs)
     with tempfile.TemporaryDirectory(prefix="opsnn-aot-") as folder:
         root = Path(folder)
@@ -155,6 +156,12 @@ def _dtypes(structs) -> list[str]:
     import jax
 
     return [s.dtype.name for s in jax.tree.leaves(structs)]
+
+
+def _name_of(f: Callable) -> str:
+    while isinstance(f, functools.partial):
+        f = f.func
+    return getattr(f, "__name__", type(f).__name__)
 
 
 def _request(f, structs, device: Target) -> bytes:

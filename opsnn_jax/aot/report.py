@@ -242,6 +242,12 @@ class Report:
     roofline: Roofline | None = None
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """What `opsnn compile` prints."""
+        from opsnn_jax.aot.table import as_text
+
+        return as_text([self])
+
     def to_json(self) -> str:
         """The report as JSON, with the derived figures beside what they derive from."""
         data = dataclasses.asdict(self)

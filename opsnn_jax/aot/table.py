@@ -1,5 +1,6 @@
 """Reports in the terminal."""
 
+import io
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -26,6 +27,13 @@ def print_reports(reports: Sequence[Report], console: Console) -> None:
     console.print(table)
     for report in reports:
         _print_details(report, console)
+
+
+def as_text(reports: Sequence[Report]) -> str:
+    """The same without colours, for a terminal of 100 characters."""
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    print_reports(reports, console)
+    return console.file.getvalue()
 
 
 def _print_details(report: Report, console: Console) -> None:

@@ -4,6 +4,10 @@ import argparse
 import contextlib
 import json
 import sys
+import tempfile
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from .library import DTYPES, OPS, check_library_op
 
@@ -39,20 +43,41 @@ def run(args: argparse.Namespace) -> int:
     if args.implementation and args.op is None:
         return _refuse("--implementation names one of an op's; name the op too.")
     reports = []
-    for name in [args.op] if args.op else OPS:
-        try:
-            with _progress() as progress:
-                report = check_library_op(
-                    name, args.implementation, dtypes, args.seed, progress
-                )
-        except ValueError as error:
-            return _refuse(str(error).removeprefix("check: "))
-        reports.append(report)
-        if not args.json:
-            _show(report)
+    with _programs_kept():
+        for name in [args.op] if args.op else OPS:
+            try:
+                with _progress() as progress:
+                    report = check_library_op(
+                        name, args.implementation, dtypes, args.seed, progress
+                    )
+            except ValueError as error:
+                return _refuse(str(error).removeprefix("check: "))
+            reports.append(report)
+            if not args.json:
+                _show(report)
     if args.json:
         print(json.dumps([report.to_dict() for report in reports], indent=2))
     return 0 if all(report.ok for report in reports) else 1
+
+
+@contextlib.contextmanager
+def _programs_kept():
+    """Compiles the same program once: each implementation has the same references."""
+    if jax.config.jax_compilation_cache_dir:  # the user's own
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        # JAX keeps the folder that it found first.
+        stack.callback(compilation_cache.reset_cache)
+        for name, value in (
+            ("jax_compilation_cache_dir", folder),
+            ("jax_persistent_cache_min_compile_time_secs", 0.0),
+            ("jax_persistent_cache_min_entry_size_bytes", -1),
+        ):
+            stack.callback(jax.config.update, name, getattr(jax.config, name))
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
 
 
 @contextlib.contextmanager

@@ -43,6 +43,23 @@ class OpCase:
     transforms: bool = True
 
 
+def draw(
+    key: jax.Array,
+    dtype: Any,
+    shapes: Sequence[tuple[int, ...]],
+    scales: Sequence[float] | None = None,
+) -> tuple[jax.Array, ...]:
+    """Normal arrays for `OpCase.make_args`, of deviation 1 or those of `scales`.
+
+    By numpy's generator, which compiles nothing for a new shape.
+    """
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    return tuple(
+        jnp.asarray((rng.standard_normal(shape) * scale).astype(dtype))
+        for shape, scale in zip(shapes, scales or (1,) * len(shapes), strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class ContractRow:
     """One implementation on one case in one dtype.

@@ -19,6 +19,8 @@ Trouble = list[str]
 
 def _compared(f, g, leaves, how, grads=False, jit=True) -> Trouble:
     """Failures of comparing two functions of arrays, compiled as one program each."""
+    if jit:
+        f, g = jax.jit(f), jax.jit(g)
     try:
         outcome = compare(
             f,

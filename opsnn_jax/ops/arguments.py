@@ -57,7 +57,16 @@ def as_int(op: str, name: str, value: Any) -> int:
 
 
 def as_precision(op: str, precision: Any) -> lax.Precision | None:
-    """None or one `jax.lax.Precision`, also from its name; else ValueError."""
+    """None or one `jax.lax.Precision`, also from its name; else ValueError.
+
+    None is what `jax.default_matmul_precision` says, as it is for lax. It is asked
+    here: when a kernel is traced, that context may be over.
+    """
+    if precision is None and (chosen := jax.config.jax_default_matmul_precision):
+        try:
+            return lax.Precision(chosen)
+        except ValueError:
+            return None  # an algorithm of XLA's, which it finds there itself
     if precision is None or isinstance(precision, lax.Precision):
         return precision
     if isinstance(precision, str):

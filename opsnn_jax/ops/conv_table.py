@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jax import lax
+
 from opsnn_jax.dispatch import Implementation, Table, deferred
 from opsnn_jax.kernels.conv import (
     block_diagonal,
@@ -147,6 +149,19 @@ def fills_registers(spec: ConvSpec) -> bool:
     return spec.x_shape[-1] % 128 == 0 and all(size % 8 == 0 for size in columns)
 
 
+def _winograd_pays_on_a_tpu(spec):
+    # Where a product of fp32 is six of bfloat16, and registers are full of images and
+    # channels. A row of few tiles makes little of a filter that the unit has loaded.
+    highest = lax.Precision.HIGHEST
+    exact = spec.dtype == "float32" and spec.precision in (highest, (highest, highest))
+    columns = min(spec.spatial[-1], spec.out_spatial[-1])
+    enough = 128 if columns > 16 else 512 if columns > 12 else math.inf
+    return (
+        exact and spec.rank == 2 and _is_3x3(spec)
+        and spec.x_shape[0] % 8 == 0 and min(spec.w_shape[-2:]) >= enough
+    )  # fmt: skip
+
+
 _ALL = ("fwd", "dx", "dw")
 
 # Those for a CPU follow from the time of forward and both gradients in one program,
@@ -202,6 +217,10 @@ _RULES = (
         "pallas_tpu_depthwise", "tpu", _ALL,
         lambda spec: spec.is_depthwise and fills_registers(spec),
         "every element is loaded once, and a tap is a load at another place",
+    ),
+    Rule(
+        "pallas_tpu", "tpu", _ALL, _winograd_pays_on_a_tpu,
+        "a quarter of the products, of which each in full fp32 is six",
     ),
 )  # fmt: skip
 

@@ -184,6 +184,11 @@ def test_table():
     assert re.search(r"matmul<1> +│ +3 │ +100 │ +1,000 │ +50 │ +50% │", text)
 
 
+def test_a_report_prints_as_its_table():
+    assert re.search(r"issue cycles +│ +3,000", str(GOOD))
+    assert "MXU" in str(GOOD) and "Lane(" not in str(GOOD)
+
+
 def test_table_of_a_gpu():
     text = printed(GPU)
     assert "255 registers, 24 B of spills, 4 KiB of shared memory" in text

@@ -76,6 +76,12 @@ def test_the_first_spill_fails():
     assert "now 4" in compare(new, {new.key: {"spilled_bytes": 0}})
 
 
+def test_cases_that_are_none(capsys):
+    with pytest.raises(SystemExit):
+        baseline.main(["--cases", "conv9d"])
+    assert "no case has 'conv9d' in its name" in capsys.readouterr().err
+
+
 def test_a_case_without_baseline_fails_and_says_what_to_do():
     assert "--update" in compare(FIGURE, {})
 

@@ -226,12 +226,22 @@ def test_what_the_kernels_refuse():
         flash_attention(*args, implementation=("pallas_tpu", "xla"), **options)
 
 
-def test_the_default_on_a_tpu_is_the_kernel():
+@pytest.mark.parametrize(
+    ("dtype", "precision", "kernel"),
+    [
+        ("float32", None, True),
+        ("float32", "high", False),
+        ("bfloat16", "high", True),  # its products are exact
+    ],
+)
+def test_the_default_on_a_tpu_is_the_kernel(dtype, precision, kernel):
     implementation = TABLE.implementations["pallas_tpu"]
     assert implementation.platforms == ("tpu",)
-    x = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.float32)
-    lowered = jax.jit(flash_attention).trace(x, x, x).lower(lowering_platforms=("tpu",))
-    assert "tpu_custom_call" in lowered.as_text()
+    x = jax.ShapeDtypeStruct((1, 128, 1, 128), dtype)
+    with jax.default_matmul_precision(precision):
+        traced = jax.jit(flash_attention).trace(x, x, x)
+    lowered = traced.lower(lowering_platforms=("tpu",))
+    assert ("tpu_custom_call" in lowered.as_text()) == kernel
 
 
 def test_the_default_on_a_tpu_lowers_in_shard_map():

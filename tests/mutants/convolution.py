@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 _CONV_OPS = "tests/ops/test_conv.py::"
+_WINOGRAD_TPU = "tests/kernels/winograd/test_tpu.py::test_each_pass_is_right_by_itself"
 _CONV_IMPLEMENTATIONS = "tests/ops/test_conv_implementations.py::"
 _EPILOGUE = "tests/ops/test_conv_epilogue.py::"
 _SEPARABLE = "tests/ops/test_separable_conv.py::"
@@ -69,8 +70,8 @@ CONV = (
     Mutant(
         "winograd-tpu-relu-hides-an-overflow",
         "kernels/winograd/tpu_kernels.py",
-        "            y += y - y\n",
-        "            y += 0 * bias\n",
+        "                y += y - y\n",
+        "                y += 0.0\n",
         (
             "tests/ops/test_conv_nonfinite.py::"
             "test_an_overflow_on_the_way_is_not_hidden_by_relu[pallas_tpu]",
@@ -274,29 +275,43 @@ WINOGRAD = (
     Mutant(
         "winograd-tpu-halo",
         "kernels/winograd/tpu_blocks.py",
-        "return n, (h + 1) * rows, 0, 0, 0",
-        "return n, h * rows, 0, 0, 0",
-        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
+        "return h * t.m, w * t.m * self.columns, n * self.batch, 0",
+        "return h * t.n, w * t.m * self.columns, n * self.batch, 0",
+        (_WINOGRAD_TPU + "[rows-y]",),
     ),
     Mutant(
         "winograd-tpu-accumulator-not-reset",
         "kernels/winograd/tpu_kernels.py",
         "    acc_ref[...] = jnp.zeros_like(acc_ref)\n",
         "",
-        ("tests/kernels/winograd/test_tpu.py::test_each_pass_is_right_by_itself[y]",),
+        (_WINOGRAD_TPU + "[rows-y]",),
     ),
     Mutant(
         "winograd-tpu-dw-reset-at-each-image",
         "kernels/winograd/tpu_kernels.py",
-        "@pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))",
-        "@pl.when(pl.program_id(2) == 0)",
-        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
+        "first = [pl.program_id(axis) == 0 for axis in (1, 2, 3)]",
+        "first = [pl.program_id(axis) == 0 for axis in (2, 3)]",
+        (_WINOGRAD_TPU + "[steps-dw]",),
+    ),
+    Mutant(
+        "winograd-tpu-columns-of-the-first-step",
+        "kernels/winograd/tpu_blocks.py",
+        "return h * t.m, w * t.m * self.columns, n * self.batch, 0",
+        "return h * t.m, 0, n * self.batch, 0",
+        (_WINOGRAD_TPU + "[steps-y]",),
+    ),
+    Mutant(
+        "winograd-tpu-a-product-of-parts-left-out",
+        "kernels/winograd/tpu_kernels.py",
+        "stacked = jnp.concatenate(v[: count - j]) if count - j > 1 else v[0]",
+        "stacked = jnp.concatenate([v[0], *[v[1] * 0] * (count - j - 1)])",
+        (_WINOGRAD_TPU + "[rows-y]",),
     ),
     Mutant(
         "winograd-tpu-no-bias",
         "kernels/winograd/tpu_kernels.py",
-        "        y += bias\n",
-        "        y += 0 * bias\n",
-        (_CONV_OPS + "test_pallas_tpu_against_fp64[float32-x0-w0-padding0]",),
+        "            y += _f32(b_ref[...])\n",
+        "            y += 0 * _f32(b_ref[...])\n",
+        (_WINOGRAD_TPU + "[rows-y]",),
     ),
 )

@@ -221,6 +221,46 @@ def test_what_a_cpu_runs(x, w, options, names):
     assert {c["tpu"].name for c in chosen} == {on_tpu}
 
 
+def _chosen_for_a_tpu(x, w, dtype, **options):
+    arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in (x, w))
+    choice = TABLE.choose(None, validate("conv", None, *arrays, None, **options))
+    passes = (dict(choice[name].by_platform) for name in ("fwd", "dx", "dw"))
+    return {each["tpu"].name for each in passes}
+
+
+HIGHEST, BOTH = dict(precision="highest"), dict(precision=("highest",) * 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "x", "o", "options", "name"),
+    [
+        ("float32", (8, 28, 28, 256), 128, HIGHEST, "pallas_tpu"),
+        ("float32", (8, 28, 28, 256), 128, BOTH, "pallas_tpu"),
+        ("float32", (8, 28, 28, 256), 128, {}, "direct"),
+        ("float32", (8, 28, 28, 256), 128, dict(precision="high"), "direct"),
+        ("float32", (4, 28, 28, 256), 128, HIGHEST, "direct"),  # images
+        ("float32", (8, 28, 28, 256), 64, HIGHEST, "direct"),  # channels
+        ("float32", (8, 14, 14, 256), 256, HIGHEST, "direct"),  # tiles
+        ("float32", (8, 14, 14, 512), 512, HIGHEST, "pallas_tpu"),
+        ("float32", (8, 7, 7, 512), 512, HIGHEST, "direct"),
+        ("float32", (8, 28, 28, 256), 128, HIGHEST | dict(strides=2), "direct"),
+        ("bfloat16", (8, 28, 28, 256), 128, HIGHEST, "direct"),
+    ],
+)  # fmt: skip
+def test_what_a_tpu_runs_of_dense_layers(dtype, x, o, options, name):
+    w = (3, 3, x[-1], o)
+    assert _chosen_for_a_tpu(x, w, dtype, **options) == {name}
+
+
+def test_the_default_precision_of_jax_is_that_of_the_op():
+    x, w = (8, 28, 28, 256), (3, 3, 256, 128)
+    with jax.default_matmul_precision("float32"):
+        assert _chosen_for_a_tpu(x, w, "float32") == {"pallas_tpu"}
+        assert _chosen_for_a_tpu(x, w, "float32", precision="default") == {"direct"}
+    with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+        assert _chosen_for_a_tpu(x, w, "float32") == {"direct"}
+
+
 @pytest.mark.parametrize(
     ("x", "w", "options", "name"),
     [
@@ -234,8 +274,4 @@ def test_what_a_cpu_runs(x, w, options, names):
     ],
 )
 def test_what_a_tpu_runs_depthwise(x, w, options, name):
-    arrays = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (x, w))
-    spec = validate("conv", None, *arrays, None, groups=x[-1], **options)
-    choice = TABLE.choose(None, spec)
-    chosen = [dict(choice[name].by_platform)["tpu"] for name in ("fwd", "dx", "dw")]
-    assert [c.name for c in chosen] == [name] * 3
+    assert _chosen_for_a_tpu(x, w, "bfloat16", groups=x[-1], **options) == {name}

@@ -7,15 +7,42 @@ import pytest
 
 from opsnn_jax.kernels.conv import direct
 from opsnn_jax.kernels.winograd import tpu
+from opsnn_jax.kernels.winograd.tpu_blocks import blocks_of
 from opsnn_jax.ops.conv_arguments import validate
 from tests.numerics import assert_within
 from tests.ops.conv_cases import draw, winograd_bound
 
 
+def _spec(c, o, width=28):
+    x, w = (
+        jax.ShapeDtypeStruct(shape, "float32")
+        for shape in ((8, width, width, c), (3, 3, c, o))
+    )
+    return validate("conv2d", 2, x, w, None)
+
+
+@pytest.mark.parametrize(("c", "o", "fits"), [(1000, 1000, True), (2048, 256, False)])
+def test_what_does_not_fit_vector_memory_is_refused(c, o, fits):
+    # dx takes the channels of the other side.
+    for spec in (_spec(c, o), _spec(o, c)):
+        reason = tpu.refuses(spec)
+        assert reason is None if fits else "fit vector memory" in reason
+
+
+def test_many_channels_have_narrower_blocks():
+    assert [blocks_of(_spec(c, 512)).block_o for c in (512, 1000)] == [256, 128]
+
+
+# Several rows of tiles; then two registers of images and two steps of columns.
+SHAPES = {"rows": ((2, 9, 5, 6), (3, 3, 6, 7)), "steps": ((9, 5, 35, 3), (3, 3, 3, 2))}
+
+
 @pytest.mark.parametrize("of", ["y", "dx", "dw"])
-def test_each_pass_is_right_by_itself(of, key):
-    x, w, b = draw(key, (2, 9, 5, 6), (3, 3, 6, 7), "float32")
-    dy = jnp.sin(jnp.arange(2.0 * 9 * 5 * 7)).reshape(2, 9, 5, 7)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_each_pass_is_right_by_itself(shapes, of, key):
+    x, w, b = draw(key, *SHAPES[shapes], "float32")
+    y_shape = (*x.shape[:-1], w.shape[-1])
+    dy = jnp.sin(jnp.arange(float(np.prod(y_shape)))).reshape(y_shape)
     name, arrays, exact = {
         "y": ("fast_forward", (x, w, b), direct.forward),
         "dx": ("fast_input_gradient", (w, dy), direct.input_gradient),

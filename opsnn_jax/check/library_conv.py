@@ -1,0 +1,114 @@
+"""The cases by which the library's convolutions are checked."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from .contract import OpCase, draw
+
+
+def conv_case(
+    name: str,
+    x_shape: tuple[int, ...],
+    *w_shapes: tuple[int, ...],
+    bias: bool = False,
+    transforms: bool = False,
+    **options: Any,
+) -> OpCase:
+    """A case of a convolution: x (N, *spatial, C), filters (*kernel, C/groups, O)."""
+
+    def make_args(key, dtype):
+        shapes = [x_shape, *w_shapes]
+        if bias:
+            shapes.append(w_shapes[-1][-1:])
+        # Outputs of about size 1, as the standard's constants expect.
+        scales = [1, *(math.prod(shape[:-1]) ** -0.5 for shape in w_shapes)]
+        return draw(key, dtype, shapes, scales + [1] * bias)
+
+    return OpCase(name, make_args, options, transforms)
+
+
+def conv1d_cases() -> tuple[OpCase, ...]:
+    return (
+        conv_case("3", (2, 11, 5), (3, 5, 4), bias=True, transforms=True),
+        conv_case("causal", (2, 9, 6), (4, 1, 6), groups=6, padding="CAUSAL"),
+        conv_case("uneven", (1, 13, 3), (5, 3, 4), strides=3, padding=((4, 1),)),
+    )
+
+
+def conv2d_cases() -> tuple[OpCase, ...]:
+    return (
+        conv_case("3x3", (2, 8, 9, 6), (3, 3, 6, 7), transforms=True),
+        conv_case("3x3 bias", (2, 5, 5, 4), (3, 3, 4, 8), bias=True),
+        conv_case("1x1", (2, 5, 4, 8), (1, 1, 8, 5)),
+        conv_case("stride 2", (1, 11, 8, 5), (3, 3, 5, 4), strides=2),
+        conv_case("dilation 2", (1, 11, 9, 3), (3, 3, 3, 4), dilation=2),
+        conv_case("groups", (2, 6, 6, 6), (3, 3, 2, 9), groups=3),
+        conv_case("depthwise", (1, 7, 8, 5), (3, 3, 1, 5), groups=5),
+        conv_case("valid", (1, 7, 7, 3), (5, 3, 3, 4), padding="VALID"),
+        conv_case("uneven pads", (1, 6, 7, 3), (3, 2, 3, 4), padding=((2, 0), (0, 3))),
+        conv_case("cropped", (1, 8, 8, 3), (3, 3, 3, 4), padding=((-1, 1), (0, -2))),
+        conv_case("one pixel", (1, 1, 1, 1), (3, 3, 1, 1)),
+        conv_case("prime", (1, 13, 17, 3), (3, 3, 3, 5)),
+        conv_case("relu", (1, 6, 5, 4), (3, 3, 4, 6), bias=True, activation="relu"),
+        conv_case("gelu", (1, 5, 6, 4), (1, 1, 4, 6), bias=True, activation="gelu"),
+        conv_case(
+            "channels first", (2, 6, 8, 9), (3, 3, 6, 7), layout="channels_first"
+        ),
+        conv_case("empty", (0, 5, 5, 3), (3, 3, 3, 4)),
+    )
+
+
+def conv3d_cases() -> tuple[OpCase, ...]:
+    return (
+        conv_case("3x3x3", (1, 4, 5, 6, 3), (3, 3, 3, 3, 4)),
+        conv_case("stride 2", (1, 5, 4, 7, 2), (2, 3, 3, 2, 3), strides=2),
+    )
+
+
+def transpose_cases() -> tuple[OpCase, ...]:
+    return (
+        conv_case("3x3", (1, 5, 4, 4), (3, 3, 4, 3), bias=True, transforms=True),
+        conv_case("stride 2", (2, 4, 5, 3), (3, 3, 3, 4), strides=2),
+        conv_case("groups", (1, 7, 6), (4, 3, 4), groups=2, strides=2, padding="VALID"),
+        conv_case("flipped", (1, 4, 4, 3), (2, 3, 5, 3), transpose_kernel=True),
+    )
+
+
+def separable_cases() -> tuple[OpCase, ...]:
+    return (
+        conv_case("3x3", (1, 6, 7, 4), (3, 3, 1, 4), (1, 1, 4, 5), transforms=True),
+        conv_case(
+            "relu", (2, 7, 6, 3), (3, 3, 1, 6), (1, 1, 6, 4), bias=True, strides=2,
+            activation="relu",
+        ),
+    )  # fmt: skip
+
+
+def conv_factor(rank: int) -> Callable[[str | None, Any, OpCase], float]:
+    """Winograd's error over that of one rounding; other methods are direct.
+
+    The transforms multiply an error by kappa in each of `rank` dimensions; by default
+    the tiles are those of F(4, 3), but F(2, 3) along the first of three. In fp32 the
+    error is that of the sums. In half precision the XLA form still multiplies in fp32,
+    which leaves the rounding of the result; the TPU kernel rounds both multiplicands of
+    F(2, 3) as well.
+    """
+
+    def factor(name, dtype, case):
+        if name != "pallas_tpu" and not (name or "").startswith("winograd"):
+            return 1.0
+        from opsnn_jax.kernels.winograd.transforms import transform
+
+        if dtype == jnp.float32:
+            if "_f" in name:  # "winograd_f6" is F(6, 3) in every dimension
+                return transform(int(name[-1]), 3).kappa ** rank
+            tiles = (2, 4, 4) if rank == 3 else (4,) * rank
+            return math.prod(transform(m, 3).kappa for m in tiles)
+        if name != "pallas_tpu":
+            return 1.0
+        return math.hypot(1.0, math.sqrt(2) * transform(2, 3).kappa ** rank)
+
+    return factor
