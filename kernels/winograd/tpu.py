@@ -126,7 +126,6 @@ def fast_forward(spec: ConvSpec, x, w, b=None, residual=None, *, interpret: bool
         out_specs=[blocks.finished_spec()] * (1 + spec.keep_preactivation),
         out_shape=[y_type] * (1 + spec.keep_preactivation),
         scratch_shapes=[
-            pltpu.VMEM(blocks.window[1:], jnp.float32),
             pltpu.VMEM(
                 (blocks.t.m, blocks.t.m, blocks.tiles, blocks.block_o), jnp.float32
             ),
@@ -160,10 +159,6 @@ def fast_weight_gradient(spec: ConvSpec, x, dy, *, interpret: bool):
             pipeline_mode=pl.Buffered(1),
         ),
         out_shape=result_type((t.n**2, blocks.channels, blocks.outputs), jnp.float32),
-        scratch_shapes=[
-            pltpu.VMEM(blocks.window[1:], jnp.float32),
-            pltpu.VMEM(blocks.finished[1:], jnp.float32),
-        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", *("arbitrary",) * 3),
             vmem_limit_bytes=VMEM_LIMIT,

@@ -22,10 +22,10 @@ def correlate_kernel(
     """Finished pixels from a window and u (parts, n*n, C, O).
 
     After b comes the residual, if there is one; y, and z if the spec keeps it; and
-    scratch: row (columns, images, C), acc (m, m, tiles, O).
+    scratch: acc (m, m, tiles, O).
     """
     residual_ref = refs[0] if has_residual else None
-    *y_refs, row_ref, acc_ref = refs[has_residual:]
+    *y_refs, acc_ref = refs[has_residual:]
     t = blocks.t
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
@@ -33,35 +33,31 @@ def correlate_kernel(
     # F(4, 3) make a program that takes minutes to compile.
     @pl.loop(0, t.n)
     def _(p):
-        row_ref[...] = _sum([bt_ref[p, i] * _f32(x_ref[i]) for i in range(t.n)])
-        elements = _column_elements(row_ref, t.n, blocks)
+        row = _sum([bt_ref[p, i] * _f32(x_ref[i]) for i in range(t.n)])
+        elements = _column_elements(row, t.n, blocks)
         products = [
             _product(_parts(_combine(t.bt[q], elements), blocks), u_ref, p * t.n + q)
             for q in range(t.n)
         ]
         for j in range(t.m):
             across = _combine(t.at[j], products)
-            for i in range(t.m):
-                acc_ref[i, j] += at_ref[i, p] * across
+            acc_ref[j] += jnp.stack([at_ref[i, p] * across for i in range(t.m)])
 
     for i in range(t.m):
-        for column in range(t.m * blocks.columns):
-            k, j = divmod(column, t.m)
-            y = acc_ref[i, j, k * blocks.batch : (k + 1) * blocks.batch]
-            if spec.activation == "relu":
-                # Of a sum that overflowed to -inf on the way it would make a zero.
-                y += y - y
-            y += _f32(b_ref[...])
-            more = residual_ref[i, column] if has_residual else None
-            outs = finish(spec, y, residual=more)
-            outs = outs if spec.keep_preactivation else (outs,)
-            for ref, out in zip(y_refs, outs, strict=True):
-                ref[i, column] = out
+        elements = [acc_ref[j, i] for j in range(t.m)]
+        y = _row_of_pixels(elements, blocks)
+        if spec.activation == "relu":
+            # Of a sum that overflowed to -inf on the way it would make a zero.
+            y += y - y
+        y += _f32(b_ref[...])
+        more = residual_ref[i].reshape(y.shape) if has_residual else None
+        outs = finish(spec, y, residual=more)
+        outs = outs if spec.keep_preactivation else (outs,)
+        for ref, out in zip(y_refs, outs, strict=True):
+            ref[i] = out.reshape(ref.shape[1:])
 
 
-def weight_gradient_kernel(
-    bt_ref, at_ref, x_ref, dy_ref, du_ref, row_ref, dy_row_ref, *, blocks: Blocks
-):
+def weight_gradient_kernel(bt_ref, at_ref, x_ref, dy_ref, du_ref, *, blocks: Blocks):
     """du (n*n, C, O), summed over the grid, from a window of x and its pixels of dy."""
     t = blocks.t
     first = [pl.program_id(axis) == 0 for axis in (1, 2, 3)]
@@ -72,10 +68,10 @@ def weight_gradient_kernel(
 
     @pl.loop(0, t.n)
     def _(p):
-        row_ref[...] = _sum([bt_ref[p, i] * _f32(x_ref[i]) for i in range(t.n)])
-        dy_row_ref[...] = _sum([at_ref[i, p] * _f32(dy_ref[i]) for i in range(t.m)])
-        x_elements = _column_elements(row_ref, t.n, blocks)
-        dy_elements = _column_elements(dy_row_ref, t.m, blocks)
+        row = _sum([bt_ref[p, i] * _f32(x_ref[i]) for i in range(t.n)])
+        dy_row = _sum([at_ref[i, p] * _f32(dy_ref[i]) for i in range(t.m)])
+        x_elements = _column_elements(row, t.n, blocks)
+        dy_elements = _column_elements(dy_row, t.m, blocks)
         for q in range(t.n):
             v = _parts(_combine(t.bt[q], x_elements), blocks)
             z = _parts(_combine([t.at[j][q] for j in range(t.m)], dy_elements), blocks)
@@ -94,25 +90,34 @@ def map_frequencies_kernel(x_ref, y_ref, *, matrix):
     y (parts, r*r, ...) is its sum of parts, or the whole in one.
     """
     r, c = matrix.shape
-    half = [
-        [_combine(matrix[i], [_f32(x_ref[k * c + j]) for k in range(c)])
-         for j in range(c)]
-        for i in range(r)
-    ]  # fmt: skip
+    x, (count, *_) = _f32(x_ref[...]), y_ref.shape
+    columns = [[x[k * c + j] for k in range(c)] for j in range(c)]
     for i in range(r):
-        for j in range(r):
-            y = _combine(matrix[j], half[i])
-            for k, part in enumerate(_split(y, y_ref.shape[0], y_ref.dtype)):
-                y_ref[k, i * r + j] = part
+        half = [_combine(matrix[i], column) for column in columns]
+        each = [_split(_combine(row, half), count, y_ref.dtype) for row in matrix]
+        for k, part in enumerate(zip(*each, strict=True)):
+            y_ref[k, i * r : (i + 1) * r] = jnp.stack(part)
 
 
-def _column_elements(row_ref, count, blocks):
+def _column_elements(row, count, blocks):
     """Column j of every tile, for j < count: matrices (tiles, C)."""
     m = blocks.t.m
     return [
-        jnp.concatenate([row_ref[m * k + j] for k in range(blocks.columns)])
+        jnp.concatenate([row[m * k + j] for k in range(blocks.columns)])
         for j in range(count)
     ]
+
+
+def _row_of_pixels(elements, blocks):
+    """The inverse for the m elements of an output: (columns * images, O)."""
+    batch = blocks.batch
+    return jnp.concatenate(
+        [
+            element[k * batch : (k + 1) * batch]
+            for k in range(blocks.columns)
+            for element in elements
+        ]
+    )
 
 
 def _combine(coefficients, values):

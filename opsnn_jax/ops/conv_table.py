@@ -151,15 +151,13 @@ def fills_registers(spec: ConvSpec) -> bool:
 
 def _winograd_pays_on_a_tpu(spec):
     # Where a product of fp32 is six of bfloat16, and registers are full of images and
-    # channels. A row of few tiles makes little of a filter that the unit has loaded.
+    # channels. The filter is loaded for each row of tiles: on a v6e, whose matrix unit
+    # is larger, four of 8 images are too few for it.
     highest = lax.Precision.HIGHEST
     exact = spec.dtype == "float32" and spec.precision in (highest, (highest, highest))
-    columns = min(spec.spatial[-1], spec.out_spatial[-1])
-    enough = 128 if columns > 16 else 512 if columns > 12 else math.inf
-    return (
-        exact and spec.rank == 2 and _is_3x3(spec)
-        and spec.x_shape[0] % 8 == 0 and min(spec.w_shape[-2:]) >= enough
-    )  # fmt: skip
+    wide = min(spec.spatial[-1], spec.out_spatial[-1]) > 16
+    full = spec.x_shape[0] % 8 == 0 and min(spec.w_shape[-2:]) >= 128
+    return exact and spec.rank == 2 and _is_3x3(spec) and wide and full
 
 
 _ALL = ("fwd", "dx", "dw")
