@@ -125,10 +125,12 @@ def main():
         for target in ("tpu-v5e", "tpu-v6e")
         if args.rows in f"{layer.name} {name} {target}"
     ]
+    results = [] if not args.rows else renew("conv_tpu", [])
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda each: count(*each), wanted))
-    results = renew("conv_tpu", results) if args.rows else results
-    print(save("conv_tpu", results))
+        for row in pool.map(lambda each: count(*each), wanted):
+            kept = [old for old in results if old["label"] != row["label"]]
+            results = [*kept, row]
+            save("conv_tpu", results)  # XLA's compiler may take minutes for a row
     title = "convolution on a TPU, static schedules"
     print(plot_ratios("conv_tpu", results, title, unit="issue cycles"))
 
