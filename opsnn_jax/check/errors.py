@@ -147,15 +147,17 @@ def _errors(a, truth, law: DtypeRule, factor, unit) -> Errors:
     median = float(np.median(nonzero)) if nonzero.size else 1.0
     relative = error / np.maximum(size, median)
     scale = math.sqrt(float(np.mean(size**2))) or 1.0
-    # A small value left over from terms of median size has their rounding.
+    # A small value left over from terms of median size has their rounding, so the
+    # absolute constants, made for data of size 1, grow with larger data.
     small = size < law.small_size
     threshold = max(law.small_error, 8 * unit * median)
+    atol = law.atol * max(1.0, median)
     return Errors(
         max=float(relative.max()),
         mean=float(relative.mean()),
         rms=math.sqrt(float(np.mean(error**2))) / scale,
         small=int(np.sum(error[small] > factor * threshold)),
-        outside=int(np.sum(error > factor * (law.atol + law.rtol * size))),
+        outside=int(np.sum(error > factor * (atol + law.rtol * size))),
         count=error.size,
     )
 

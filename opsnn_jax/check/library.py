@@ -94,8 +94,8 @@ def check_library_op(
     )
 
 
-def _conv(cases, rank: int, implementations=_conv_table) -> OpEntry:
-    return OpEntry(cases, implementations, library_conv.conv_factor(rank))
+def _conv(cases, implementations=_conv_table) -> OpEntry:
+    return OpEntry(cases, implementations, library_conv.conv_factor)
 
 
 def _attention(cases, reference=None) -> OpEntry:
@@ -104,11 +104,11 @@ def _attention(cases, reference=None) -> OpEntry:
 
 
 OPS = {
-    "conv1d": _conv(library_conv.conv1d_cases, 1),
-    "conv2d": _conv(library_conv.conv2d_cases, 2),
-    "conv3d": _conv(library_conv.conv3d_cases, 3),
-    "conv_transpose": _conv(library_conv.transpose_cases, 2),
-    "separable_conv2d": _conv(library_conv.separable_cases, 2, _separable_table),
+    "conv1d": _conv(library_conv.conv1d_cases),
+    "conv2d": _conv(library_conv.conv2d_cases),
+    "conv3d": _conv(library_conv.conv3d_cases),
+    "conv_transpose": _conv(library_conv.transpose_cases),
+    "separable_conv2d": _conv(library_conv.separable_cases, _separable_table),
     "flash_attention": _attention(library_attention.attention_cases),
     "attention_decode": _attention(
         library_attention.decode_cases, library_attention.plain_decode

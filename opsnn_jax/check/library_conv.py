@@ -1,12 +1,19 @@
 """The cases by which the library's convolutions are checked."""
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from .contract import OpCase, draw
+
+
+@dataclass(frozen=True)
+class ConvCase(OpCase):
+    """With the spatial shape of the first filter."""
+
+    kernel: tuple[int, ...] = ()
 
 
 def conv_case(
@@ -16,7 +23,7 @@ def conv_case(
     bias: bool = False,
     transforms: bool = False,
     **options: Any,
-) -> OpCase:
+) -> ConvCase:
     """A case of a convolution: x (N, *spatial, C), filters (*kernel, C/groups, O)."""
 
     def make_args(key, dtype):
@@ -27,10 +34,10 @@ def conv_case(
         scales = [1, *(math.prod(shape[:-1]) ** -0.5 for shape in w_shapes)]
         return draw(key, dtype, shapes, scales + [1] * bias)
 
-    return OpCase(name, make_args, options, transforms)
+    return ConvCase(name, make_args, options, transforms, w_shapes[0][:-2])
 
 
-def conv1d_cases() -> tuple[OpCase, ...]:
+def conv1d_cases() -> tuple[ConvCase, ...]:
     return (
         conv_case("3", (2, 11, 5), (3, 5, 4), bias=True, transforms=True),
         conv_case("causal", (2, 9, 6), (4, 1, 6), groups=6, padding="CAUSAL"),
@@ -38,7 +45,7 @@ def conv1d_cases() -> tuple[OpCase, ...]:
     )
 
 
-def conv2d_cases() -> tuple[OpCase, ...]:
+def conv2d_cases() -> tuple[ConvCase, ...]:
     return (
         conv_case("3x3", (2, 8, 9, 6), (3, 3, 6, 7), transforms=True),
         conv_case("3x3 bias", (2, 5, 5, 4), (3, 3, 4, 8), bias=True),
@@ -52,7 +59,7 @@ def conv2d_cases() -> tuple[OpCase, ...]:
         conv_case("cropped", (1, 8, 8, 3), (3, 3, 3, 4), padding=((-1, 1), (0, -2))),
         conv_case("one pixel", (1, 1, 1, 1), (3, 3, 1, 1)),
         conv_case("prime", (1, 13, 17, 3), (3, 3, 3, 5)),
-        conv_case("relu", (1, 6, 5, 4), (3, 3, 4, 6), bias=True, activation="relu"),
+        conv_case("relu", (2, 9, 8, 8), (3, 3, 8, 6), bias=True, activation="relu"),
         conv_case("gelu", (1, 5, 6, 4), (1, 1, 4, 6), bias=True, activation="gelu"),
         conv_case(
             "channels first", (2, 6, 8, 9), (3, 3, 6, 7), layout="channels_first"
@@ -61,14 +68,14 @@ def conv2d_cases() -> tuple[OpCase, ...]:
     )
 
 
-def conv3d_cases() -> tuple[OpCase, ...]:
+def conv3d_cases() -> tuple[ConvCase, ...]:
     return (
         conv_case("3x3x3", (1, 4, 5, 6, 3), (3, 3, 3, 3, 4)),
         conv_case("stride 2", (1, 5, 4, 7, 2), (2, 3, 3, 2, 3), strides=2),
     )
 
 
-def transpose_cases() -> tuple[OpCase, ...]:
+def transpose_cases() -> tuple[ConvCase, ...]:
     return (
         conv_case("3x3", (1, 5, 4, 4), (3, 3, 4, 3), bias=True, transforms=True),
         conv_case("stride 2", (2, 4, 5, 3), (3, 3, 3, 4), strides=2),
@@ -77,7 +84,7 @@ def transpose_cases() -> tuple[OpCase, ...]:
     )
 
 
-def separable_cases() -> tuple[OpCase, ...]:
+def separable_cases() -> tuple[ConvCase, ...]:
     return (
         conv_case("3x3", (1, 6, 7, 4), (3, 3, 1, 4), (1, 1, 4, 5), transforms=True),
         conv_case(
@@ -87,28 +94,39 @@ def separable_cases() -> tuple[OpCase, ...]:
     )  # fmt: skip
 
 
-def conv_factor(rank: int) -> Callable[[str | None, Any, OpCase], float]:
+def conv_factor(name: str | None, dtype: Any, case: ConvCase) -> float:
     """Winograd's error over that of one rounding; other methods are direct.
 
-    The transforms multiply an error by kappa in each of `rank` dimensions; by default
-    the tiles are those of F(4, 3), but F(2, 3) along the first of three. In fp32 the
-    error is that of the sums. In half precision the XLA form still multiplies in fp32,
-    which leaves the rounding of the result; the TPU kernel rounds both multiplicands of
-    F(2, 3) as well.
+    The transforms multiply an error by kappa in each dimension. In fp32 it is that of
+    the sums. In half precision the XLA form still multiplies in fp32, which leaves the
+    rounding of the result; the TPU kernel rounds both multiplicands of F(2, 3) as well.
     """
+    if name != "pallas_tpu" and not (name or "").startswith("winograd"):
+        return 1.0
+    from opsnn_jax.kernels.winograd.transforms import transform
 
-    def factor(name, dtype, case):
-        if name != "pallas_tpu" and not (name or "").startswith("winograd"):
-            return 1.0
-        from opsnn_jax.kernels.winograd.transforms import transform
+    if dtype == jnp.float32:
+        return math.prod(t.kappa for t in _transforms(name, case.kernel))
+    if name != "pallas_tpu":
+        return 1.0
+    return math.hypot(1.0, math.sqrt(2) * transform(2, 3).kappa ** len(case.kernel))
 
-        if dtype == jnp.float32:
-            if "_f" in name:  # "winograd_f6" is F(6, 3) in every dimension
-                return transform(int(name[-1]), 3).kappa ** rank
-            tiles = (2, 4, 4) if rank == 3 else (4,) * rank
-            return math.prod(transform(m, 3).kappa for m in tiles)
-        if name != "pallas_tpu":
-            return 1.0
-        return math.hypot(1.0, math.sqrt(2) * transform(2, 3).kappa ** rank)
 
-    return factor
+def _transforms(name, kernel):
+    """Those of `winograd`, or of tiles of m in `winograd_f<m>`; none if refused."""
+    from opsnn_jax.kernels.conv.spec import ConvSpec
+    from opsnn_jax.kernels.winograd import xla
+
+    ones = (1,) * len(kernel)
+    spec = ConvSpec(
+        (1, *ones, 1),
+        (*kernel, 1, 1),
+        "float32",
+        ones,
+        ((0, 0),) * len(kernel),
+        ones,
+        1,
+    )
+    m = int(name[-1]) if "_f" in name else None
+    refuses = xla.refuses if m is None else xla.refuses_tile(m)
+    return () if refuses(spec) else xla.transforms(spec, m)

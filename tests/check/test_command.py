@@ -12,7 +12,7 @@ import pytest
 
 import opsnn_jax
 from opsnn_jax.check import OpCase, check_op, command, library
-from opsnn_jax.check.library_conv import conv_factor
+from opsnn_jax.check.library_conv import conv_case, conv_factor
 
 
 def double(x, *, implementation=None):
@@ -94,12 +94,15 @@ def test_import_is_light():
 
 
 def test_winograd_bound_is_that_of_its_transform():
-    def factor(name, dtype, rank=2):
-        return conv_factor(rank)(name, jnp.dtype(dtype), CASE)
+    def factor(name, dtype, kernel=(3, 3)):
+        case = conv_case("plain", (1, 8, 8, 1), (*kernel, 1, 1))
+        return conv_factor(name, jnp.dtype(dtype), case)
 
     assert factor("winograd", "float32") == pytest.approx(4.8, abs=0.1)
-    assert factor("winograd", "float32", rank=3) == pytest.approx(6.2, abs=0.1)
-    assert factor("winograd_f4", "float32", rank=3) == pytest.approx(10.5, abs=0.1)
+    assert factor("winograd", "float32", (3,) * 3) == pytest.approx(6.2, abs=0.1)
+    assert factor("winograd_f4", "float32", (3,) * 3) == pytest.approx(10.5, abs=0.1)
+    assert factor("winograd_f2", "float32", (5, 3)) == pytest.approx(3.0, abs=0.1)
+    assert factor("winograd_f6", "float32", (4,)) == 1  # refused
     assert factor("pallas_tpu", "float32") == factor("winograd", "float32")
     # The rounding of both multiplicands, times 5 / 3, beside that of the result.
     assert factor("pallas_tpu", "bfloat16") == pytest.approx(2.56, abs=0.01)

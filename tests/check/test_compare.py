@@ -196,3 +196,16 @@ def test_result_is_readable_by_machine_and_person(key):
 def test_allowance_for_few_samples_vanishes_for_many():
     assert sampling_allowance(9) == pytest.approx(np.e)
     assert sampling_allowance(10**6) < 1.01
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(("error", "outside"), [(0.5, False), (4.0, True)])
+def test_the_tolerance_grows_with_the_data(size, error, outside):
+    # About zero the constants for float32 allow 2^-16 of data of size 1.
+    truth = np.random.default_rng(0).uniform(-2, 2, 500) * size
+    near = np.abs(truth) < 1e-4 * size
+    truth[:50], near[:50] = 0, True
+    ours = (truth + near * error * 2**-16 * size).astype(np.float32)
+    exact = truth.astype(np.float32)
+    row = compare_arrays("y", ours, exact, truth, Limits(1e9, 1e9, 1e9))
+    assert (row.ours.outside > 0) == outside
