@@ -1,6 +1,7 @@
 """Reports: derived figures, roofline, JSON, table and page. Nothing is compiled."""
 
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from opsnn_jax.aot import figures
-from opsnn_jax.aot.compile import meaningful
+from opsnn_jax.aot.compile import _name_of, meaningful
 from opsnn_jax.aot.page import render_page
 from opsnn_jax.aot.ptxas import parse_ptxas
 from opsnn_jax.aot.report import (
@@ -182,6 +183,10 @@ def test_table():
     assert "5 trips" in text and "? trips" in text
     assert "note: a note" in text
     assert re.search(r"matmul<1> +│ +3 │ +100 │ +1,000 │ +50 │ +50% │", text)
+
+
+def test_what_is_compiled_has_the_name_of_the_function():
+    assert _name_of(functools.partial(functools.partial(max, 1), 2)) == "max"
 
 
 def test_a_report_prints_as_its_table():
