@@ -70,8 +70,8 @@ CONV = (
     Mutant(
         "winograd-tpu-relu-hides-an-overflow",
         "kernels/winograd/tpu_kernels.py",
-        "                y += y - y\n",
-        "                y += 0.0\n",
+        "            y += y - y\n",
+        "            y += 0.0\n",
         (
             "tests/ops/test_conv_nonfinite.py::"
             "test_an_overflow_on_the_way_is_not_hidden_by_relu[pallas_tpu]",
@@ -310,8 +310,8 @@ WINOGRAD = (
     Mutant(
         "winograd-tpu-no-bias",
         "kernels/winograd/tpu_kernels.py",
-        "            y += _f32(b_ref[...])\n",
-        "            y += 0 * _f32(b_ref[...])\n",
+        "        y += _f32(b_ref[...])\n",
+        "        y += 0 * _f32(b_ref[...])\n",
         (_WINOGRAD_TPU + "[rows-y]",),
     ),
 )
