@@ -22,7 +22,7 @@ def correlate_kernel(
     """Finished pixels from a window and u (parts, n*n, C, O).
 
     After b comes the residual, if there is one; y, and z if the spec keeps it; and
-    scratch: acc (m, m, tiles, O).
+    scratch: acc (m columns, m rows, tiles, O).
     """
     residual_ref = refs[0] if has_residual else None
     *y_refs, acc_ref = refs[has_residual:]
@@ -85,9 +85,9 @@ def weight_gradient_kernel(bt_ref, at_ref, x_ref, dy_ref, du_ref, *, blocks: Blo
 
 
 def map_frequencies_kernel(x_ref, y_ref, *, matrix):
-    """matrix x matrix^T over the axis of two that leads: x (c*c, ...), in fp32.
+    """y = matrix x matrix^T over the two axes that the first of x stands for.
 
-    y (parts, r*r, ...) is its sum of parts, or the whole in one.
+    x (c*c, ...). In fp32; y (parts, r*r, ...) holds the result as parts, see `_split`.
     """
     r, c = matrix.shape
     x, (count, *_) = _f32(x_ref[...]), y_ref.shape
