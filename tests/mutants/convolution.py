@@ -68,6 +68,16 @@ CONV = (
         ),
     ),
     Mutant(
+        "winograd-tpu-relu-hides-an-overflow",
+        "kernels/winograd/tpu_kernels.py",
+        "            y += y - y\n",
+        "            y += 0.0\n",
+        (
+            "tests/ops/test_conv_nonfinite.py::"
+            "test_a_product_that_overflows_is_not_hidden_by_relu[pallas_tpu]",
+        ),
+    ),
+    Mutant(
         "depthwise-tpu-every-strip-is-the-first",
         "kernels/conv/depthwise_tpu_image.py",
         "above = pl.program_id(2) * image.strip",

@@ -69,6 +69,18 @@ def test_an_overflow_on_the_way_is_not_hidden_by_relu(implementation):
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e34)
 
 
+@EACH
+def test_a_product_that_overflows_is_not_hidden_by_relu(implementation):
+    # One frequency of F(4, 3) has the largest product by far, and is in every result.
+    signs = jnp.array([0.0, -1, -1, 1, 1, 0])
+    x, w = 1e37 * jnp.outer(signs, signs), jnp.full((3, 3), -0.65)
+    f = functools.partial(conv2d, padding="VALID", activation="relu")
+    y = f(x[None, :, :, None], w[:, :, None, None], implementation=implementation)
+    sums = np.array([-2, -1, 1, 2])
+    expected = np.maximum(-6.5e36 * np.outer(sums, sums), 0)
+    np.testing.assert_allclose(y[0, :, :, 0], expected, rtol=1e-5, atol=1e32)
+
+
 def test_one_of_a_batch_that_is_mapped(key):
     x = jax.random.normal(key, (3, 1, 6, 6, 2)).at[1, 0, 2, 2, 0].set(jnp.inf)
     w = jax.random.normal(key, (2, 3, 3, 2, 2))
