@@ -9,6 +9,7 @@ from planted_ops import attention, attention_reference, qkv
 
 from opsnn_jax.check import OpCase, check_op
 from opsnn_jax.check.transforms import TRANSFORMS
+from opsnn_jax.kernels.dtypes import accumulate_dtype
 
 QUICK = OpCase("quick", qkv, transforms=False)
 HOW = {"options": {}, "factor": 1.0, "seed": 0}
@@ -60,6 +61,21 @@ def test_right_op_keeps_the_contract():
     (row,) = report.rows
     assert row.transforms == (len(TRANSFORMS), len(TRANSFORMS))
     assert row.differences == "pass" and row.deterministic
+
+
+def test_gradient_of_a_bias_where_cotangents_nearly_cancel():
+    def add(x, b):
+        # In float32, as a convolution sums up the gradient of its bias.
+        wide = accumulate_dtype(x.dtype)
+        return (x.astype(wide) + b.astype(wide)[None]).astype(x.dtype)
+
+    def args(key, dtype):
+        return jax.random.normal(key, (22, 4)).astype(dtype), jnp.ones(4, dtype)
+
+    report = check_op(
+        add, reference=add, cases=[OpCase("add", args)], dtypes=("bfloat16",)
+    )
+    report.raise_if_failed()
 
 
 def test_odd_sizes_and_dtypes():
