@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
+from .checkpoint_arrays import from_array, target, to_arrays
 from .leaves import PyTree
 from .manifest import (
     decode,
@@ -76,6 +75,7 @@ class Checkpoints:
 
     Example:
       >>> import tempfile
+      >>> import jax.numpy as jnp
       >>> state = {"w": jnp.arange(3.0)}
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     with Checkpoints(folder, keep_best=3) as checkpoints:
@@ -182,7 +182,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         is_number = metric is not None and math.isfinite(metric)
-        arrays = _to_arrays(table, state)
+        arrays = to_arrays(table, state)
         # The save before has its files, and those it replaces are gone.
         self.wait()
         try:
@@ -237,13 +237,13 @@ class Checkpoints:
         if different is not None:
             raise CheckpointError(f"{where} does not fit: {different}.")
         targets = {
-            name: _target(leaf)
+            name: target(leaf)
             for (name, *_), leaf in zip(wanted, jax.tree.leaves(like), strict=True)
             if leaf.size
         }
         arrays = self._read(where, step, state=ocp.args.StandardRestore(targets))
         leaves = [
-            _from_array(arrays.get(name), leaf)
+            from_array(arrays.get(name), leaf)
             for (name, *_), leaf in zip(wanted, jax.tree.leaves(like), strict=True)
         ]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -321,43 +321,6 @@ def _check_room(folder: Path, arrays: Mapping[str, Any]) -> None:
             f"{os.strerror(errno.ENOSPC)}: a checkpoint takes {needed:,} bytes, "
             f"{free:,} are free",
         )
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _to_arrays(table: list, state: PyTree) -> dict[str, Any]:
-    """The leaves by path, as orbax takes them: keys as their data, none of size 0."""
-    return {
-        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        for (name, *_), leaf in zip(table, jax.tree.leaves(state), strict=True)
-        if leaf.size
-    }
-
-
-def _stored(leaf: Any) -> Any:
-    return jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-
-
-def _target(leaf: Any) -> Any:
-    """What orbax is asked for: an array on the devices of `leaf`, or one of numpy."""
-    stored = _stored(leaf)
-    if not getattr(leaf, "committed", False):
-        return np.empty(stored.shape, stored.dtype)
-    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=leaf.sharding)
-
-
-def _from_array(array: Any, leaf: Any) -> jax.Array:
-    # Copied: the state is donated to the step, and must own what it gives away. An
-    # array that was not committed to a device is not now, or the step, which was
-    # compiled for the one, would be compiled again for the other.
-    if array is None:
-        array = np.empty(_stored(leaf).shape, _stored(leaf).dtype)
-    array = jnp.array(array)
-    if _is_key(leaf):
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
-    return array
 
 
 def _reason(error: Exception) -> str:
