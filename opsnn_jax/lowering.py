@@ -74,7 +74,9 @@ def _jitted(run):
 
 @_platform_p.def_impl
 def _run_eagerly(*arrays, run):
-    return _jitted(run)(*arrays)
+    # Under jax.disable_jit too: only what is compiled has a platform.
+    with jax.disable_jit(False):
+        return _jitted(run)(*arrays)
 
 
 @functools.lru_cache(maxsize=4096)
