@@ -95,7 +95,7 @@ def explain(
       platform: "cpu", "tpu", "cuda" or "rocm"; by default that of this process.
       compile: also compile each implementation that can do the call on this machine,
         for its workspace. Takes seconds.
-      options: the op's keyword arguments.
+      options: the op's keyword arguments, likewise.
 
     Returns:
       For every op called, and every pass of its gradient with respect to the
@@ -124,7 +124,7 @@ def explain(
             f"{platform!r}."
         )
     with recorded() as record:
-        _trace_with_gradient(functools.partial(op, **options), args)
+        _trace_with_gradient(op, args, options)
     passes, seen = [], set()
     for table, requested, spec, choice in record.choices:
         for each in choice.passes:
@@ -144,8 +144,15 @@ def explain(
     return Explanation(tuple(passes))
 
 
-def _trace_with_gradient(f, args):
-    leaves, tree = jax.tree.flatten(args)
+def _trace_with_gradient(op, args, options):
+    # Of the options, those that stand for arrays; the others are known while tracing.
+    shapes = {
+        name: option
+        for name, option in options.items()
+        if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(option))
+    }
+    known = {name: options[name] for name in options.keys() - shapes.keys()}
+    leaves, tree = jax.tree.flatten((args, shapes))
     floating = [
         i
         for i, leaf in enumerate(leaves)
@@ -162,7 +169,8 @@ def _trace_with_gradient(f, args):
             each = list(now)
             for i, value in zip(floating, values, strict=True):
                 each[i] = value
-            return f(*jax.tree.unflatten(tree, each))
+            args, shapes = jax.tree.unflatten(tree, each)
+            return op(*args, **shapes, **known)
 
         y, vjp = jax.vjp(of_floating, *(now[i] for i in floating))
         return vjp(jax.tree.map(jnp.ones_like, y))

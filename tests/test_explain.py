@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from opsnn_jax import conv2d, explain, flash_attention, separable_conv2d
@@ -27,6 +28,11 @@ def test_a_convolution_on_each_platform():
     assert "takes groups equal to the channels" in names["depthwise"].reason
     assert "does not run on cpu" in names["pallas_tpu"].reason
     assert explain(conv2d, X, W, platform="tpu")["dw"].chosen == "direct"
+
+
+def test_an_array_may_be_an_option():
+    told = explain(conv2d, X, W, residual=X, strides=np.int64(1), platform="cpu")
+    assert told["fwd"].chosen == "winograd"
 
 
 def test_the_page_names_every_implementation():

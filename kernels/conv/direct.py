@@ -85,7 +85,7 @@ def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
     if spec.is_empty:
         return jnp.zeros(spec.w_shape, spec.dtype)
     convolve = functools.partial(_weight_gradient, spec)
-    if spec.groups == 1:
+    if spec.groups == 1 or spec.is_symbolic:
         return convolve(x, dy)
     # On a CPU XLA takes dw of groups over every pair of channels, and multiplies by
     # zero what belongs to no group: an infinity there would make NaN of all groups.
@@ -114,10 +114,13 @@ def _weight_gradient(spec, x, dy):
 
 
 def crop(x: jax.Array, padding) -> tuple[jax.Array, list[tuple[int, int]]]:
-    """Crops x where `padding` is negative; returns it and the padding that is left."""
-    cut = [(min(lo, 0), min(hi, 0), 0) for lo, hi in padding]
-    left = [(max(lo, 0), max(hi, 0)) for lo, hi in padding]
-    return lax.pad(x, jnp.zeros((), x.dtype), [_KEEP, *cut, _KEEP]), left
+    """Pads x along the axes of negative padding; returns it and the padding left.
+
+    Both ends at once: of an axis of 1, (-3, 4) leaves 2 elements, all of them padding.
+    """
+    done = [(*pair, 0) if min(pair) < 0 else _KEEP for pair in padding]
+    left = [(0, 0) if min(pair) < 0 else pair for pair in padding]
+    return lax.pad(x, jnp.zeros((), x.dtype), [_KEEP, *done, _KEEP]), left
 
 
 def _layout(rank: int) -> tuple[str, str, str]:

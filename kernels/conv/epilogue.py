@@ -18,6 +18,9 @@ def _gelu(z):
     return 0.5 * z * (1 + jnp.tanh(inner))
 
 
+# Beyond it exp(-|z|) and 1 - tanh(z) are zero, also in float64.
+_FAR = 1e4
+
 # Plain arithmetic without JAX's own derivative rules: Pallas kernels use them too.
 ACTIVATIONS = {
     "relu": lambda z: jnp.maximum(z, 0),
@@ -57,5 +60,8 @@ def activation_gradient(spec: ConvSpec, kept: jax.Array, dy: jax.Array) -> jax.A
     kept, dy = kept.astype(dtype), dy.astype(dtype)
     if spec.activation == "relu":
         return jnp.where(kept > 0, dy, 0)
+    # Far out the derivative is 0 or 1 to the last bit. Of z that overflowed when it was
+    # rounded, or of a power of it that does, it would be NaN.
+    kept = jnp.clip(kept, -_FAR, _FAR)
     _, vjp = jax.vjp(ACTIVATIONS[spec.activation], kept)
     return vjp(dy)[0]

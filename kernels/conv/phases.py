@@ -7,17 +7,22 @@ Along an axis of stride s, with output j, tap t = s a + p and A = ceil(k / s):
 where x_p[i] = x[s i + p - lo] is a phase of x, and w_p[a] = w[s a + p] or zero. So dx
 has no zeros to multiply between the elements of dy, and few channels become s times as
 many, along each axis; but where s does not divide k, w has zeros.
+
+Non-finite inputs: such a zero makes NaN of an infinity that no tap meets. A result that
+is not finite is computed again directly.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..finite import or_exact
 from . import direct, pointwise
-from .epilogue import empty_sum
+from .epilogue import empty_sum, finish
 from .spec import ConvSpec
 
 
@@ -43,8 +48,14 @@ def forward(
     if spec.is_empty:
         return empty_sum(spec, b, residual)
     phased = _phased(spec)
-    x, w = _of_input(spec, x), _of_filter(spec, w)
-    return _module(phased).forward(phased, x, w, b, residual)
+    exact = functools.partial(direct.correlate, spec)
+
+    def fast(x, w):
+        x, w = _of_input(spec, x), _of_filter(spec, w)
+        return _module(phased).correlate(phased, x, w)
+
+    sums = (or_exact(fast, exact) if _has_zeros(spec) else fast)(x, w)
+    return finish(spec, sums, b, residual)
 
 
 def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
@@ -52,14 +63,19 @@ def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:
     if spec.is_empty:
         return jnp.zeros(spec.x_shape, spec.dtype)
     phased = _phased(spec)
-    dx = _module(phased).input_gradient(phased, _of_filter(spec, w), dy)
-    n, *counts, _ = dx.shape
-    dx = dx.reshape(n, *counts, *spec.strides, -1)
-    order = [axis for i in range(spec.rank) for axis in (1 + i, 1 + spec.rank + i)]
-    dx = lax.transpose(dx, (0, *order, 2 * spec.rank + 1))
-    sizes = [count * s for count, s in zip(counts, spec.strides, strict=True)]
-    dx = dx.reshape(n, *sizes, -1)
-    return _pad(dx, [(-lo, -hi) for lo, hi in _padding(spec)])
+
+    def fast(w, dy):
+        dx = _module(phased).input_gradient(phased, _of_filter(spec, w), dy)
+        n, *counts, _ = dx.shape
+        dx = dx.reshape(n, *counts, *spec.strides, spec.x_shape[-1])
+        order = [axis for i in range(spec.rank) for axis in (1 + i, 1 + spec.rank + i)]
+        dx = lax.transpose(dx, (0, *order, 2 * spec.rank + 1))
+        sizes = [count * s for count, s in zip(counts, spec.strides, strict=True)]
+        dx = dx.reshape(n, *sizes, spec.x_shape[-1])
+        return _pad(dx, [(-lo, -hi) for lo, hi in _padding(spec)])
+
+    exact = functools.partial(direct.input_gradient, spec)
+    return (or_exact(fast, exact) if _has_zeros(spec) else fast)(w, dy)
 
 
 def weight_gradient(spec: ConvSpec, x: jax.Array, dy: jax.Array) -> jax.Array:
@@ -90,6 +106,10 @@ def _phased(spec):
         strides=(1,) * spec.rank,
         padding=((0, 0),) * spec.rank,
     )
+
+
+def _has_zeros(spec):
+    return any(k % s for k, s in zip(spec.kernel, spec.strides, strict=True))
 
 
 def _module(phased):

@@ -33,8 +33,13 @@ def forward(
     """y = activation(x' w + b + residual)."""
     if spec.is_empty:
         return empty_sum(spec, b, residual)
+    return finish(spec, correlate(spec, x, w), b, residual)
+
+
+def correlate(spec: ConvSpec, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The sums of products (N, *T, O), fp32 or wider."""
     sums = _dot(spec, _pixels(spec, x), _matrix(w), ((1,), (0,)))
-    return finish(spec, sums.reshape(spec.y_shape), b, residual)
+    return sums.reshape(spec.y_shape)
 
 
 def input_gradient(spec: ConvSpec, w: jax.Array, dy: jax.Array) -> jax.Array:

@@ -83,6 +83,11 @@ class ConvSpec:
         return 0 in self.x_shape or 0 in self.y_shape or 0 in self.w_shape
 
     @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is not known, as `jax.export` allows."""
+        return not all(isinstance(d, int) for d in (*self.x_shape, *self.w_shape))
+
+    @property
     def macs(self) -> int:
         """Multiply-adds of the direct form, padding counted."""
         return math.prod(self.y_shape) * math.prod(self.w_shape[:-1])

@@ -1,8 +1,12 @@
-"""What the linen and nnx layers of a transposed convolution share."""
+"""What the linen and nnx layers of convolutions share."""
+
+import math
 
 import jax
 import jax.numpy as jnp
 
+from opsnn_jax.kernels.conv.epilogue import ACTIVATIONS
+from opsnn_jax.ops.bias import add_bias
 from opsnn_jax.ops.conv_transpose import conv_transpose
 
 
@@ -19,7 +23,7 @@ def transpose_layer(
     strides = (strides,) * rank if isinstance(strides, int) else tuple(strides)
     circular = layer.padding in ("CIRCULAR", "circular")
     y = conv_transpose(
-        inputs.reshape(-1, *image),
+        inputs.reshape(math.prod(batch), *image),
         kernel,
         strides=strides,
         padding="VALID" if circular else layer.padding,
@@ -31,8 +35,41 @@ def transpose_layer(
         periods = [s * stride for s, stride in zip(image[:-1], strides, strict=True)]
         y = _wrap(y, periods, layer.transpose_kernel)
     if bias is not None:
-        y = y + bias[(None,) * (y.ndim - 1)]
+        y = add_bias(y, bias)
     return y.reshape(*batch, *y.shape[1:])
+
+
+def flax_transposes(layer, inputs: jax.Array) -> bool:
+    """Whether ConvTranspose `layer` asks for what only flax's own computes."""
+    types = (layer.dtype, inputs.dtype)
+    is_complex = any(t is not None and jnp.iscomplexobj(jnp.empty(0, t)) for t in types)
+    return is_complex or getattr(layer, "preferred_element_type", None) is not None
+
+
+def check_activation(layer: str, activation: str | None) -> None:
+    """Raises ValueError for what `finish` does not know."""
+    if activation is not None and (
+        not isinstance(activation, str) or activation not in ACTIVATIONS
+    ):
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(
+            f"{layer}: activation must be None or one of {names}; got {activation!r}. "
+            "Apply another to the result."
+        )
+
+
+def finish(
+    layer: str, z: jax.Array, residual: jax.Array | None, activation: str | None
+) -> jax.Array:
+    """activation(z + residual), as the epilogue of a convolution has it."""
+    if residual is not None:
+        if residual.shape != z.shape:
+            raise ValueError(
+                f"{layer}: residual must have the shape of the result, {z.shape}; got "
+                f"{residual.shape}."
+            )
+        z = z + residual
+    return z if activation is None else getattr(jax.nn, activation)(z)
 
 
 def _wrap(y, periods, transpose_kernel):

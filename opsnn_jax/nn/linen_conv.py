@@ -7,7 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from opsnn_jax.nn.conv_layers import transpose_layer
+from opsnn_jax.nn.conv_layers import (
+    check_activation,
+    finish,
+    flax_transposes,
+    transpose_layer,
+)
 from opsnn_jax.ops.conv import conv
 from opsnn_jax.ops.fold import fold_batchnorm
 from opsnn_jax.ops.lax_conv import conv_general_dilated
@@ -29,6 +34,8 @@ class ConvTranspose(nn.ConvTranspose):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Convolves (*batch, *S, C), or one (*S, C), to (*batch, *T, features)."""
+        if flax_transposes(self, inputs):
+            return super().__call__(inputs)
         kernel_size = self.kernel_size
         size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
         channels = (inputs.shape[-1], self.features)
@@ -156,7 +163,7 @@ class ConvBNAct(nn.Module):
     """
 
     features: int
-    kernel_size: Sequence[int]
+    kernel_size: int | Sequence[int]
     strides: int | Sequence[int] = 1
     padding: Any = "SAME"
     groups: int = 1
@@ -175,7 +182,10 @@ class ConvBNAct(nn.Module):
         `residual` is added before the activation. `train` normalises
         with the batch's own statistics and updates the running ones.
         """
-        shape = (*self.kernel_size, x.shape[-1] // self.groups, self.features)
+        check_activation("ConvBNAct", self.activation)
+        size = self.kernel_size
+        size = (size,) if isinstance(size, int) else tuple(size)
+        shape = (*size, x.shape[-1] // self.groups, self.features)
         kernel = self.param(
             "kernel", nn.initializers.lecun_normal(), shape, self.param_dtype
         )
@@ -191,6 +201,7 @@ class ConvBNAct(nn.Module):
             name="norm",
         )
         x = x.astype(self.dtype)
+        residual = None if residual is None else residual.astype(self.dtype)
         if not train and not self.is_initializing():
             w, b = norm.fold(kernel)
             w, b = w.astype(self.dtype), b.astype(self.dtype)
@@ -199,9 +210,7 @@ class ConvBNAct(nn.Module):
             )
         z = conv(x, kernel.astype(self.dtype), **options)
         z = norm(z, use_running_average=not train)
-        if residual is not None:
-            z = z + residual
-        return z if self.activation is None else getattr(jax.nn, self.activation)(z)
+        return finish("ConvBNAct", z, residual, self.activation)
 
 
 class _BatchNorm(nn.BatchNorm):

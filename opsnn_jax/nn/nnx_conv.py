@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from opsnn_jax.nn.conv_layers import transpose_layer
+from opsnn_jax.nn.conv_layers import (
+    check_activation,
+    finish,
+    flax_transposes,
+    transpose_layer,
+)
 from opsnn_jax.ops.conv import conv
 from opsnn_jax.ops.fold import fold_batchnorm
 from opsnn_jax.ops.lax_conv import conv_general_dilated
@@ -37,6 +42,8 @@ class ConvTranspose(nnx.ConvTranspose):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Convolves (*batch, *S, C), or one (*S, C), to (*batch, *T, features)."""
+        if flax_transposes(self, inputs):
+            return super().__call__(inputs)
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
         if self.mask is not None and self.mask.shape != self.kernel_shape:
@@ -146,7 +153,7 @@ class ConvBNAct(nnx.Module):
         self,
         in_features: int,
         out_features: int,
-        kernel_size: Sequence[int],
+        kernel_size: int | Sequence[int],
         strides: int | Sequence[int] = 1,
         *,
         padding: Any = "SAME",
@@ -158,7 +165,9 @@ class ConvBNAct(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shape = (*kernel_size, in_features // groups, out_features)
+        check_activation("ConvBNAct", activation)
+        size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
+        shape = (*size, in_features // groups, out_features)
         init = nnx.initializers.lecun_normal()
         self.kernel = nnx.Param(init(rngs.params(), shape, param_dtype))
         self.norm = nnx.BatchNorm(
@@ -183,6 +192,7 @@ class ConvBNAct(nnx.Module):
         with the batch's own statistics and updates the running ones.
         """
         x, kernel, norm = x.astype(self.dtype), self.kernel[...], self.norm
+        residual = None if residual is None else residual.astype(self.dtype)
         if not train:
             w, b = fold_batchnorm(
                 kernel, None, norm.scale[...], norm.bias[...], norm.mean[...],
@@ -196,6 +206,4 @@ class ConvBNAct(nnx.Module):
             conv(x, kernel.astype(self.dtype), **self.options),
             use_running_average=False,
         )
-        if residual is not None:
-            z = z + residual
-        return z if self.activation is None else getattr(jax.nn, self.activation)(z)
+        return finish("ConvBNAct", z, residual, self.activation)

@@ -31,8 +31,8 @@ from opsnn_jax.kernels.conv.epilogue import activation_gradient
 from opsnn_jax.kernels.conv.spec import ConvSpec
 from opsnn_jax.meshes import align_varying, partitioned
 
-from .arguments import as_float_array, as_int
-from .conv_arguments import Padding, check_filter, validate
+from .arguments import as_float_array
+from .conv_arguments import Padding, as_groups, check_filter, validate
 from .conv_table import TABLE
 from .layout import check_layout, from_channels_last, to_channels_last
 
@@ -72,7 +72,7 @@ def conv(
         `(N, C, *S)`; or "blocked", so `(N, C1, *S, C0)` as `to_blocked` makes it. w is
         `(*K, C / groups, O)` in all of them.
       precision: of fp32 products on hardware that has several, as in `jax.lax`. The
-        Winograd forms always take the highest.
+        Winograd forms of float32 always take the highest.
       implementation: None chooses for each platform, forward, dx and dw apart;
         "direct" is XLA's convolution; "gemm" matrix products of gathered inputs;
         "pointwise" (1-tap kernels) one matrix product; "depthwise" (groups = C)
@@ -82,9 +82,10 @@ def conv(
         two-dimensional convolutions; "winograd" F(4, 3) in plain XLA (F(2, 5) for 5
         taps, and so on; in three dimensions F(2, 3) along the first); "winograd_f2",
         "winograd_f4", "winograd_f6" tiles of 2, 4, 6 outputs for 3 taps, of 2 and 4 for
-        5; "pallas_tpu" F(4, 3) as a Pallas kernel; "pallas_tpu_depthwise" (groups = C,
-        stride 1) a Pallas kernel; "reference" is `lax.conv_general_dilated` without a
-        derivative rule of ours. A sequence is an order of preference.
+        5; "pallas_tpu" a Pallas kernel, F(4, 3) for float32, for bfloat16 F(2, 3) with
+        its multiplicands rounded; "pallas_tpu_depthwise" (groups = C, stride 1) one;
+        "reference" is `lax.conv_general_dilated` without a derivative rule of ours. A
+        sequence is an order of preference.
         `opsnn_jax.explain` tells which.
 
     Returns:
@@ -100,7 +101,9 @@ def conv(
       the direct form: 1.7 for F(2, 3) in 2-D, 4.8 for F(4, 3), 21 for F(6, 3), 5.4 for
       F(2, 5), 19 for F(4, 5); in 3-D 6.2 for "winograd", 10 for "winograd_f4". Only
       F(4, 3), F(2, 5) and "winograd" in 3-D are ever chosen.
-    Non-finite values: as the direct form gives them.
+    Non-finite values: a result has one only if an element that it is a sum of has, and
+      then as the direct form gives it; but an infinite weight may make NaN of the zeros
+      of padding, and those that strides put into dy.
     Deterministic: yes.
     References: Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks",
       2015, for "winograd".
@@ -155,7 +158,7 @@ def conv_of_rank(
     residual = None if residual is None else as_float_array(op, "residual", residual)
     block = x.shape[-1] if x.ndim else 0
     if layout != "channels_last":
-        groups = as_int(op, "groups", groups)
+        groups = as_groups(op, groups)
         check_filter(op, rank, w)
         x = to_channels_last(op, "x", layout, rank, x, w.shape[-2] * groups)
         if residual is not None:

@@ -57,12 +57,11 @@ def validate(
                 f"{op}: {name} must have the dtype of x, {x.dtype}; got {a.dtype}. "
                 f"Cast it with {name}.astype(x.dtype)."
             )
-    groups = as_int(op, "groups", groups)
+    groups = as_groups(op, groups)
     channels, outputs = x.shape[-1], w.shape[-1]
-    if groups < 1 or channels % groups or outputs % groups:
+    if channels % groups or outputs % groups:
         raise ValueError(
-            f"{op}: groups must be at least 1 and divide C = {channels} and "
-            f"O = {outputs}; got {groups}."
+            f"{op}: groups must divide C = {channels} and O = {outputs}; got {groups}."
         )
     if w.shape[-2] * groups != channels:
         wanted = (*w.shape[:-2], channels // groups, "O")
@@ -104,6 +103,14 @@ def validate(
             f"{residual.shape}."
         )
     return spec
+
+
+def as_groups(op: str, groups: int) -> int:
+    """`groups` as an int of at least 1; else TypeError or ValueError."""
+    groups = as_int(op, "groups", groups)
+    if groups < 1:
+        raise ValueError(f"{op}: groups must be at least 1; got {groups}.")
+    return groups
 
 
 def check_filter(op: str, rank: int | None, w: jax.Array | np.ndarray) -> None:
@@ -164,6 +171,7 @@ def resolve_padding(op, padding, spec) -> tuple[tuple[int, int], ...]:
         )
     pairs = []
     for entry in padding:
+        entry = entry.tolist() if isinstance(entry, np.ndarray) else entry
         pair = tuple(entry) if isinstance(entry, Sequence) else (entry, entry)
         if len(pair) != 2:
             raise ValueError(

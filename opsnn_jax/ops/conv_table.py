@@ -26,6 +26,11 @@ from opsnn_jax.kernels.winograd import xla as winograd
 
 
 def _implementation(name, module, refuses=lambda spec: None, **options):
+    def refuses_sizes(spec):
+        if spec.is_symbolic and module is not direct:
+            return f"takes sizes that are known only, got {spec.x_shape}"
+        return refuses(spec)
+
     passes = {
         "fwd": module.forward,
         "dx": module.input_gradient,
@@ -33,7 +38,7 @@ def _implementation(name, module, refuses=lambda spec: None, **options):
     }
     if options:
         passes = {k: functools.partial(f, **options) for k, f in passes.items()}
-    return Implementation(name, passes, refuses=refuses)
+    return Implementation(name, passes, refuses=refuses_sizes)
 
 
 def _pallas_tpu(name, module) -> Implementation:
@@ -232,7 +237,7 @@ def _applying(name: str, platform: str, spec: ConvSpec) -> list[Rule]:
 
 
 def _order(name: str, platform: str, spec: ConvSpec) -> tuple[str, ...]:
-    rules = _applying(name, platform, spec)
+    rules = [] if spec.is_symbolic else _applying(name, platform, spec)
     return (*(rule.implementation for rule in rules), "direct")
 
 

@@ -24,7 +24,8 @@ from opsnn_jax.kernels.conv.windows import transpose_filter
 from opsnn_jax.meshes import align_varying, partitioned
 
 from .arguments import as_float_array
-from .conv_arguments import Padding, resolve_padding, validate
+from .bias import add_bias
+from .conv_arguments import Padding, as_groups, resolve_padding, validate
 from .conv_table import TABLE
 
 _OP = "conv_transpose"
@@ -65,7 +66,8 @@ def conv_transpose(
     Raises:
       ValueError, TypeError, NotImplementedError: as `conv`.
 
-    Precision: sums in fp32 (fp64 for fp64), rounded; b is added to that.
+    Precision: sums in fp32 (fp64 for fp64), rounded; b is added to that, and its
+      gradient summed in fp32 too.
     Deterministic: yes.
 
     Example:
@@ -81,6 +83,12 @@ def conv_transpose(
         raise TypeError(
             f"{_OP}: transpose_kernel must be a bool; got "
             f"{type(transpose_kernel).__name__}."
+        )
+    groups = as_groups(_OP, groups)
+    if transpose_kernel and w.ndim == x.ndim and w.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"{_OP}: w must have shape (*kernel, O / groups, C) with C = {x.shape[-1]} "
+            f"under transpose_kernel=True; got {w.shape}."
         )
     if isinstance(padding, str) and padding.upper() not in ("SAME", "VALID"):
         raise ValueError(
@@ -113,7 +121,7 @@ def conv_transpose(
         choice = TABLE.choose(implementation, spec)
         dims = [(0, 0), *[None] * spec.rank, (1, spec.rank)]
         y = partitioned(functools.partial(_transpose, choice), x, filter_, dims=dims)
-    return y if b is None else y + b[(None,) * (y.ndim - 1)]
+    return y if b is None else add_bias(y, b)
 
 
 def _plain_filter(w, groups, transpose_kernel):
@@ -121,7 +129,7 @@ def _plain_filter(w, groups, transpose_kernel):
     if not transpose_kernel or w.ndim < 2:
         return w
     *kernel, outputs, channels = w.shape
-    if isinstance(groups, int) and groups > 0 and channels % groups == 0:
+    if channels % groups == 0:
         outputs, channels = outputs * groups, channels // groups
     return jax.ShapeDtypeStruct((*kernel, channels, outputs), w.dtype)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from .arguments import as_array
+from .arguments import as_array, as_int
 
 LAYOUTS = ("channels_last", "channels_first", "blocked")
 
@@ -29,8 +29,8 @@ def to_blocked(
       `(N, ceil(C / C0), *S, C0)`. `from_blocked` undoes it exactly.
 
     Raises:
-      TypeError: if x is no array.
-      ValueError: if it has less than two dimensions, or block is not positive.
+      TypeError: if x is no array, or block no int.
+      ValueError: if x has less than two dimensions, or block is not positive.
 
     Example:
       >>> import jax.numpy as jnp
@@ -44,7 +44,8 @@ def to_blocked(
             "dimension with x[None]."
         )
     block = _BLOCK_BYTES // x.dtype.itemsize if block is None else block
-    if not isinstance(block, int) or block < 1:
+    block = as_int("to_blocked", "block", block)
+    if block < 1:
         raise ValueError(
             f"to_blocked: block must be a positive int or None; got {block!r}."
         )
@@ -63,17 +64,19 @@ def from_blocked(
       channels: C, at most C1 C0 and more than (C1 - 1) C0.
 
     Raises:
-      TypeError: if x is no array.
+      TypeError: if x is no array, or channels no int.
       ValueError: if it is not that many blocks.
     """
     x = jnp.asarray(as_array("from_blocked", "x", x))
+    channels = as_int("from_blocked", "channels", channels)
     if x.ndim < 3 or -(-channels // max(1, x.shape[-1])) != x.shape[1]:
         raise ValueError(
             "from_blocked: x must have shape (N, C1, *S, C0) with C1 = ceil(C / C0); "
             f"got {x.shape} for C = {channels}."
         )
     x = jnp.moveaxis(x, 1, -2)
-    return x.reshape(*x.shape[:-2], -1)[..., :channels]
+    *shape, blocks, block = x.shape
+    return x.reshape(*shape, blocks * block)[..., :channels]
 
 
 def check_layout(op: str, layout: str) -> None:

@@ -94,17 +94,24 @@ def separable_conv2d(
                 f"{OP}: {name} must have the dtype of x, {x.dtype}; got {w.dtype}. "
                 f"Cast it with {name}.astype(x.dtype)."
             )
-    if w_pointwise.shape[2] != w_depthwise.shape[3]:
-        raise ValueError(
-            f"{OP}: w_pointwise must have shape (1, 1, M, O) with M = "
-            f"{w_depthwise.shape[3]}, as w_depthwise {w_depthwise.shape} has it; got "
-            f"{w_pointwise.shape}."
-        )
     if layout == "blocked":
         raise ValueError(
             f"{OP}: layout must be 'channels_last' or 'channels_first'; got "
             "'blocked', which does not tell how many channels x has. Use from_blocked "
             "first."
+        )
+    channels = x.shape[1 if layout == "channels_first" else -1]
+    if channels < 1 or w_depthwise.shape[3] % channels:
+        raise ValueError(
+            f"{OP}: w_depthwise must have shape (kh, kw, 1, M) with M a multiple of "
+            f"the channels of x, of which there must be some; got {w_depthwise.shape} "
+            f"with x {x.shape} in layout={layout!r}."
+        )
+    if w_pointwise.shape[2] != w_depthwise.shape[3]:
+        raise ValueError(
+            f"{OP}: w_pointwise must have shape (1, 1, M, O) with M = "
+            f"{w_depthwise.shape[3]}, as w_depthwise {w_depthwise.shape} has it; got "
+            f"{w_pointwise.shape}."
         )
     requested, each = _split(implementation)
     b = None if b is None else as_float_array(OP, "b", b)
@@ -124,15 +131,14 @@ def separable_conv2d(
     between = jax.ShapeDtypeStruct(depthwise.y_shape, x.dtype)
     pointwise = validate(OP, 2, between, w_pointwise, b, **second)
     spec = SeparableSpec(depthwise, pointwise)
-    if requested is not None or (implementation is None and fused_pays(spec)):
+    fused = requested is not None or (implementation is None and fused_pays(spec))
+    if fused and not (depthwise.is_empty or pointwise.is_empty):
         arrays = (x, w_depthwise, w_pointwise, b, residual)
         arrays = (None if a is None else jnp.asarray(a) for a in arrays)
         y = _in_one(spec, requested, each, _Arrays(*align_varying(*arrays)))
     else:
-        z = conv_of_rank(OP, 2, x, w_depthwise, implementation=implementation, **first)
-        y = conv_of_rank(
-            OP, 2, z, w_pointwise, b, implementation=implementation, **second
-        )
+        z = conv_of_rank(OP, 2, x, w_depthwise, implementation=each, **first)
+        y = conv_of_rank(OP, 2, z, w_pointwise, b, implementation=each, **second)
     return from_channels_last(layout, y, 0)
 
 

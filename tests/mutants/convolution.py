@@ -46,8 +46,8 @@ CONV = (
     Mutant(
         "conv-crop-at-the-other-end",
         "kernels/conv/direct.py",
-        "cut = [(min(lo, 0), min(hi, 0), 0) for lo, hi in padding]",
-        "cut = [(min(hi, 0), min(lo, 0), 0) for lo, hi in padding]",
+        "done = [(*pair, 0) if min(pair) < 0 else _KEEP for pair in padding]",
+        "done = [(*pair[::-1], 0) if min(pair) < 0 else _KEEP for pair in padding]",
         (_CONV_OPS + "test_negative_padding_crops",),
     ),
     Mutant(

@@ -1,5 +1,7 @@
 """ConvTranspose against flax's; DepthwiseConv, SeparableConv and ConvBNAct."""
 
+import functools
+
 import chex
 import flax.linen as flax_linen
 import jax
@@ -138,3 +140,43 @@ def test_nnx_conv_bn_act_trains_and_folds(key):
         *args, layer.norm.mean[...], layer.norm.var[...], residual
     )
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(dtype=jnp.bfloat16, preferred_element_type=jnp.float32, use_bias=False),
+        dict(dtype=complex),
+    ],
+)
+def test_transposed_what_only_flax_can_do(options, key):
+    x = jax.random.normal(key, (2, 5, 4, 3))
+    layers = [n.ConvTranspose(3, 6, (3, 3), **options, rngs=flax_nnx.Rngs(0))
+              for n in (nnx, flax_nnx)]  # fmt: skip
+    ours, theirs = (layer(x) for layer in layers)
+    assert ours.dtype == theirs.dtype
+    chex.assert_trees_all_equal(ours, theirs)
+
+
+def test_transposed_nothing_is_nothing(key):
+    layer = linen.ConvTranspose(6, (3, 3))
+    variables = layer.init(key, jnp.ones((1, 5, 4, 3)))
+    assert layer.apply(variables, jnp.ones((2, 0, 5, 4, 3))).shape == (2, 0, 5, 4, 6)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_conv_bn_act_takes_the_same_in_training_and_after(train, key):
+    x = jnp.ones((2, 6, 4))
+    with pytest.raises(ValueError, match="ConvBNAct: activation must be None or one"):
+        nnx.ConvBNAct(4, 4, 3, activation="elu", rngs=flax_nnx.Rngs(0))
+    with pytest.raises(ValueError, match="ConvBNAct: activation must be None or one"):
+        linen.ConvBNAct(4, 3, activation="elu").init(key, x, train=train)
+    layer = linen.ConvBNAct(4, 3)
+    variables = layer.init(key, x, train=train)
+    apply = functools.partial(
+        layer.apply, variables, x, train=train, mutable=["batch_stats"]
+    )
+    y, _ = apply(residual=x.astype(jnp.bfloat16))
+    assert y.dtype == jnp.float32
+    with pytest.raises(ValueError, match="residual must have the shape of the result"):
+        apply(residual=x[:1])

@@ -256,3 +256,28 @@ def test_negative_padding_crops(implementation):
     f = functools.partial(conv2d, implementation=implementation)
     y = f(x[None, :, :, None], jnp.ones((1, 1, 1, 1)), padding=((0, 0), (-5, 1)))
     chex.assert_trees_all_equal(y[0, 0, :, 0], jnp.array([50.0, 60.0, 70.0, 0.0]))
+
+
+@pytest.mark.parametrize("implementation", [None, "direct", "gemm", "phases"])
+@pytest.mark.parametrize(
+    ("x", "w", "options"),
+    [
+        ((1, 3, 1), (2, 1, 1), dict(padding=((-5, 10),))),
+        ((1, 1, 2), (2, 2, 2), dict(strides=4, padding=((4, 0),))),
+        ((3, 3, 1, 2), (3, 4, 1, 4),
+         dict(strides=(4, 3), padding=((9, -3), (6, 1)), groups=2)),
+    ],
+)  # fmt: skip
+def test_one_end_is_cropped_beyond_the_other(x, w, options, implementation, key):
+    if implementation == "phases" and ("groups" in options or len(options) == 1):
+        pytest.skip("of strides only, without groups")
+    x, w = draw(key, x, w, "float32", bias=False)
+
+    def passes(implementation):
+        y, vjp = jax.vjp(
+            lambda x, w: conv(x, w, implementation=implementation, **options), x, w
+        )
+        return y, *vjp(jnp.cos(jnp.arange(float(y.size))).reshape(y.shape))
+
+    for got, expected in zip(passes(implementation), passes("reference"), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)

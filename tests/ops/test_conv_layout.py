@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from opsnn_jax import conv, conv2d, from_blocked, to_blocked
@@ -55,6 +56,14 @@ def test_blocks_round_trip_exactly(channels, dtype, block, key):
     chex.assert_trees_all_equal(dx, jnp.ones_like(x))
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 5, 3), (2, 0, 5, 3)])
+def test_blocks_of_nothing(shape, key):
+    x, w = draw(key, shape, (3, 3, 3, 4), "float32", bias=False)
+    chex.assert_trees_all_equal(from_blocked(to_blocked(x, np.int64(2)), 3), x)
+    y = conv2d(to_blocked(x), w, layout="blocked")
+    chex.assert_trees_all_equal(from_blocked(y, 4), conv2d(x, w))
+
+
 def test_filled_channels_of_the_input_are_not_read(key):
     x, w = draw(key, (1, 4, 4, 5), (3, 3, 5, 3), "float32", bias=False)
     blocked = to_blocked(x)
@@ -77,3 +86,7 @@ def test_what_a_layout_refuses(key):
         from_blocked(to_blocked(x), 9)
     with pytest.raises(ValueError, match="block must be a positive int"):
         to_blocked(x, 0)
+    with pytest.raises(TypeError, match="channels must be an int"):
+        from_blocked(to_blocked(x), 5.0)
+    with pytest.raises(ValueError, match="groups must be at least 1"):
+        conv2d(x, w, groups=0, layout="channels_first")

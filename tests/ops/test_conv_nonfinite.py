@@ -89,3 +89,38 @@ def test_one_of_a_batch_that_is_mapped(key):
     expected = jnp.stack([jnp.stack([f(a, b) for b in w]) for a in x])
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     assert np.isfinite(y[jnp.array([0, 2])]).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize(
+    ("kernel", "strides", "padding", "pixel"), [(2, 3, "VALID", 2), (3, 2, "SAME", 1)]
+)
+def test_phases_do_not_spread_what_a_filter_skips(
+    kernel, strides, padding, pixel, value
+):
+    x = jnp.ones((1, 6, 6, 1)).at[0, pixel, pixel, 0].set(value)
+    w = jnp.ones((kernel, kernel, 1, 1))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def y_and_dx(implementation):
+        f = functools.partial(
+            conv2d, strides=strides, padding=padding, implementation=implementation
+        )
+        y, vjp = jax.vjp(f, x, w)
+        return y, vjp(jnp.ones_like(y).at[0, 0, 0, 0].set(value))[0]
+
+    for got, expected in zip(y_and_dx("phases"), y_and_dx("direct"), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_gradient_far_out_is_that_of_a_line(sign, activation, dtype):
+    # z overflows in float16, and a power of it in float32.
+    x = jnp.full((1, 1, 1, 1), sign * {"float16": 700, "float32": 1e20}[dtype], dtype)
+    w = jnp.full((1, 1, 1, 1), 100, dtype)
+    f = functools.partial(conv2d, activation=activation)
+    _, vjp = jax.vjp(f, x, w)
+    dx, _ = vjp(jnp.ones_like(x))
+    assert float(dx[0, 0, 0, 0]) == (100 if sign > 0 else 0)

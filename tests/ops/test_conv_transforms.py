@@ -167,3 +167,31 @@ def test_same_bits_every_time(key):
     first = f(*arrays)
     for _ in range(5):
         chex.assert_trees_all_equal(f(*arrays), first)
+
+
+def test_without_jit_a_kernel_is_compiled_all_the_same(key):
+    x, w = draw(key, (1, 4, 5, 3), (3, 3, 3, 2), "float32", bias=False)
+    expected = conv2d(x, w)
+    with jax.disable_jit():
+        y, vjp = jax.vjp(conv2d, x, w)
+        chex.assert_trees_all_close(y, expected, rtol=1e-6, atol=1e-6)
+        assert [g.shape for g in vjp(y)] == [x.shape, w.shape]
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(64, 1), (8, 8), (8, 2)])
+def test_a_batch_whose_size_is_not_known_is_exported(channels, groups, key):
+    # With 64 channels and a known batch it would be Winograd.
+    shape = (3, 3, channels // groups, channels)
+    x, w = draw(key, (2, 12, 12, channels), shape, "float32", bias=False)
+
+    def gradients(x):
+        f = functools.partial(conv2d, groups=groups)
+        return jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1))(x, w)
+
+    (batch,) = jax.export.symbolic_shape("batch")
+    spec = jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
+    exported = jax.export.export(jax.jit(gradients))(spec)
+    chex.assert_trees_all_close(exported.call(x), gradients(x), rtol=1e-4, atol=1e-3)
+    with pytest.raises(NotImplementedError, match="takes sizes that are known only"):
+        f = functools.partial(conv2d, groups=groups, implementation="gemm")
+        jax.export.export(jax.jit(lambda x: f(x, w)))(spec)

@@ -7,6 +7,7 @@ import math
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -127,3 +128,20 @@ def test_bad_input(key):
         conv_transpose(x, w, transpose_kernel=1)
     with pytest.raises(ValueError, match="conv_transpose: strides must be"):
         conv_transpose(x, w, strides=0)
+    with pytest.raises(ValueError, match=r"\(\*kernel, O / groups, C\) with C = 2"):
+        conv_transpose(x, w, transpose_kernel=True)
+
+
+def test_groups_may_be_numpy(key):
+    x, w = draw(key, (1, 4, 4, 4), (3, 3, 2, 4), "float32", bias=False)
+    y = conv_transpose(x, w, groups=np.int64(2), transpose_kernel=True)
+    expected = conv_transpose(x, w, groups=2, transpose_kernel=True)
+    chex.assert_trees_all_equal(y, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gradient_of_a_bias_does_not_stop_growing(dtype):
+    # 16384 is exact in both, and 512 ones are where bfloat16 stops.
+    x, w, b = (jnp.ones(s, dtype) for s in ((64, 8, 8, 2), (2, 2, 2, 2), (2,)))
+    y, vjp = jax.vjp(lambda b: conv_transpose(x, w, b, strides=2), b)
+    np.testing.assert_array_equal(vjp(jnp.ones_like(y))[0], np.full(2, 16384, dtype))
