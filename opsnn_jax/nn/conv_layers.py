@@ -41,8 +41,8 @@ def transpose_layer(
 
 def flax_transposes(layer, inputs: jax.Array) -> bool:
     """Whether ConvTranspose `layer` asks for what only flax's own computes."""
-    types = (layer.dtype, inputs.dtype)
-    is_complex = any(t is not None and jnp.iscomplexobj(jnp.empty(0, t)) for t in types)
+    types = (inputs.dtype, inputs.dtype if layer.dtype is None else layer.dtype)
+    is_complex = any(jnp.issubdtype(t, jnp.complexfloating) for t in types)
     return is_complex or getattr(layer, "preferred_element_type", None) is not None
 
 

@@ -156,6 +156,10 @@ def test_transposed_what_only_flax_can_do(options, key):
     ours, theirs = (layer(x) for layer in layers)
     assert ours.dtype == theirs.dtype
     chex.assert_trees_all_equal(ours, theirs)
+    layers = [n.ConvTranspose(6, (3, 3), **options) for n in (linen, flax_linen)]
+    (ours, _), (theirs, _) = (layer.init_with_output(key, x) for layer in layers)
+    assert ours.dtype == theirs.dtype
+    chex.assert_trees_all_equal(ours, theirs)
 
 
 def test_transposed_nothing_is_nothing(key):
