@@ -14,6 +14,7 @@ import jax
 from jax.experimental import topologies
 
 from opsnn_jax.aot.targets import Target, get_target
+from opsnn_jax.aot.words import raised_in
 
 # Instructions of an entry computation that run nothing on the device.
 _NO_KERNEL = re.compile(
@@ -26,18 +27,26 @@ def main(request_path: str, result_path: str) -> None:
     request = pickle.loads(Path(request_path).read_bytes())
     for name, value in request["config"].items():
         jax.config.update(name, value)
-    result = {"stage": "trace", "error": ""}
+    result = {"stage": "trace", "error": "", "raised_in": ""}
     try:
         f, specs = pickle.loads(request["function"])
-        compile_here(f, specs, get_target(request["target"]), result)
+        compile_here(f, specs, get_target(request["target"]), request["vjp"], result)
     except Exception as error:  # whatever went wrong is the finding
         result["error"] = f"{type(error).__name__}: {error}"
+        result["raised_in"] = raised_in(error.__traceback__, besides=[__file__])
     Path(result_path).write_text(json.dumps(result))
 
 
-def compile_here(f, specs, target: Target, result: dict) -> None:
+def compile_here(f, specs, target: Target, vjp: bool, result: dict) -> None:
     """Compiles for `target` and fills in `result`, stage by stage."""
-    lowered = lower(f, specs, target)
+    mesh, placed = find_device(target)
+    with jax.sharding.use_abstract_mesh(mesh):
+        if vjp:
+            f, specs = add_backward(f, specs)
+        traced = jax.jit(f).trace(*put(specs, placed))
+        result["stage"] = "lower"
+        lowered = traced.lower()
+    result["dtypes"] = [a.dtype.name for a in jax.tree.leaves(lowered.in_avals)]
     result["highest"] = "HIGHEST" in lowered.as_text()
     result["stage"] = "compile"
     compiled = lowered.compile()
@@ -63,11 +72,11 @@ def compile_here(f, specs, target: Target, result: dict) -> None:
     result["stage"] = "done"
 
 
-def lower(f, specs, target: Target) -> jax.stages.Lowered:
-    """Traces and lowers `f` as a process with the device would.
+def find_device(target: Target):
+    """The abstract mesh of one device, and the sharding that puts arrays on it.
 
-    The abstract mesh is how Pallas learns the kind of device in a process that has
-    none: kernels may size their blocks by it.
+    The mesh is how Pallas learns the kind of device in a process that has none: kernels
+    may size their blocks by it.
     """
     if target.platform == "tpu":
         topology = topologies.get_topology_desc(
@@ -90,12 +99,27 @@ def lower(f, specs, target: Target) -> jax.stages.Lowered:
             device_kind=target.device_kind, num_cores=cores, platform=target.platform
         ),
     )
-    placed = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    specs = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=placed), specs
+    return mesh, jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def add_backward(f, specs):
+    """`f` with its backward pass: takes the cotangents last, returns the gradients."""
+
+    def forward_and_backward(*args):
+        *primals, cotangents = args
+        outputs, pull = jax.vjp(f, *primals)
+        return outputs, pull(cotangents)
+
+    # Through a lambda: eval_shape looks into a jitted function for what pickling drops.
+    outputs = jax.eval_shape(lambda *args: f(*args), *specs)
+    return forward_and_backward, (*specs, put(outputs, None))
+
+
+def put(specs, sharding):
+    """The specs, placed by `sharding`; None leaves it to the compiler."""
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), specs
     )
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(f).lower(*specs)
 
 
 def flops_on_cpu(f, specs) -> float | None:

@@ -6,7 +6,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,15 @@ def run(args: argparse.Namespace) -> int:
         reports = []
         for target in targets:
             for name, f in functions:
-                call, inputs = (f, specs)
-                if args.vjp:
-                    name, (call, inputs) = f"{name} vjp", add_backward(f, specs)
                 reports.append(
-                    compile_for(call, *inputs, target=target, name=name, rate=args.rate)
+                    compile_for(
+                        f,
+                        *specs,
+                        target=target,
+                        name=f"{name} vjp" if args.vjp else name,
+                        rate=args.rate,
+                        vjp=args.vjp,
+                    )
                 )
     except (MissingToolchain, NotImplementedError, ValueError, TypeError) as error:
         print(error, file=sys.stderr)
@@ -172,15 +176,3 @@ def find_function(
     if implementation:
         options = {**options, "implementation": implementation}
     return functools.partial(f, **options) if options else f
-
-
-def add_backward(f: Callable, specs: Sequence[Any]) -> tuple[Callable, tuple]:
-    """`f` with its backward pass: takes the cotangents last, returns the gradients."""
-    import jax
-
-    def forward_and_backward(*args):
-        *primals, cotangents = args
-        outputs, pull = jax.vjp(f, *primals)
-        return outputs, pull(cotangents)
-
-    return forward_and_backward, (*specs, jax.eval_shape(f, *specs))

@@ -4,8 +4,6 @@ import functools
 import json
 import os
 import pickle
-import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opsnn_jax.aot import ptxas
+from opsnn_jax.aot import ptxas, words
 from opsnn_jax.aot.report import Memory, Report
 from opsnn_jax.aot.roofline import choose_rate, find_roofline
 from opsnn_jax.aot.schedule import Visits, read_schedule
@@ -32,14 +30,6 @@ _CONFIG = (
 # The passes whose dumps `schedule.py` reads; all of them together are 100 times larger.
 _PASSES = "(final.*|packed-bundles-post-ra)"
 
-# Lines of error messages that say nothing about the error.
-_BOILERPLATE = re.compile(
-    r"^\s*$|^-+$|^=+$|JAX has removed its internal frames|The above exception was"
-    r"|^\s*at |^\s*@ |^\s*#\d+ |^\*\*\*|^PC: "
-)
-_ERROR_LINES = 8
-_ERROR_WIDTH = 400
-
 
 def compile_for(
     f: Callable,
@@ -48,6 +38,7 @@ def compile_for(
     name: str | None = None,
     rate: str | None = None,
     visits: Mapping[str, Visits] | None = None,
+    vjp: bool = False,
     timeout: float = 600.0,
 ) -> Report:
     """Compiles `jax.jit(f)(*specs)` by the real compiler of `target`.
@@ -68,6 +59,8 @@ def compile_for(
         the arguments do not tell; see `roofline.choose_rate`.
       visits: for kernels by name, the steps of the grid and how often each stretch of
         predicated code runs; see `schedule.visited_cycles`.
+      vjp: compile the forward and the backward pass: cotangents of all outputs are
+        further arguments, the gradients further results.
       timeout: seconds after which the compiler is stopped.
 
     Returns:
@@ -95,7 +88,7 @@ def compile_for(
     structs = _structs(specs)
     with tempfile.TemporaryDirectory(prefix="opsnn-aot-") as folder:
         root = Path(folder)
-        (root / "request").write_bytes(_request(f, structs, device))
+        (root / "request").write_bytes(_request(f, structs, device, vjp))
         result = _run_child(root, device, timeout)
         common = dict(
             name=name,
@@ -104,7 +97,7 @@ def compile_for(
             toolchain=toolchain_versions(device),
         )
         if result["stage"] != "done":
-            return Report(ok=False, error=meaningful(result["error"]), **common)
+            return Report(ok=False, error=result["error"], **common)
         dumps = root / "dumps"
         schedule, gpu_kernels = None, ()
         if device.platform == "tpu":
@@ -112,8 +105,7 @@ def compile_for(
         else:
             gpu_kernels = ptxas.read_kernels(dumps, device)
     memory = Memory(**result["memory"])
-    dtypes = _dtypes(structs)
-    rate = rate or choose_rate(device, dtypes, result["highest"])
+    rate = rate or choose_rate(device, result["dtypes"], result["highest"])
     return Report(
         ok=True,
         error="",
@@ -152,19 +144,13 @@ def _structs(specs):
     return jax.tree_util.tree_map_with_path(struct, specs)
 
 
-def _dtypes(structs) -> list[str]:
-    import jax
-
-    return [s.dtype.name for s in jax.tree.leaves(structs)]
-
-
 def _name_of(f: Callable) -> str:
     while isinstance(f, functools.partial):
         f = f.func
     return getattr(f, "__name__", type(f).__name__)
 
 
-def _request(f, structs, device: Target) -> bytes:
+def _request(f, structs, device: Target, vjp: bool) -> bytes:
     import cloudpickle
     import jax
 
@@ -176,7 +162,9 @@ def _request(f, structs, device: Target) -> bytes:
             "function that refers to no locks, files, devices or traced values."
         ) from error
     config = {name: getattr(jax.config, name) for name in _CONFIG}
-    return pickle.dumps({"config": config, "function": function, "target": device.name})
+    return pickle.dumps(
+        {"config": config, "function": function, "target": device.name, "vjp": vjp}
+    )
 
 
 def _run_child(root: Path, device: Target, timeout: float) -> dict:
@@ -201,15 +189,15 @@ def _run_child(root: Path, device: Target, timeout: float) -> dict:
     except subprocess.TimeoutExpired:
         error = f"the compiler was stopped after {timeout:g} seconds"
         return {"stage": "timeout", "error": error}
-    if code == 0 and result.exists():
-        return json.loads(result.read_text())
-    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    said = stderr.read_text(errors="replace").splitlines()
-    fatal = [
-        i for i, line in enumerate(said) if re.match(r"F\d{4} |.*Check fail", line)
-    ]
-    words = "\n".join(said[fatal[0] :] if fatal else said[-_ERROR_LINES:])
-    return {"stage": "crash", "error": f"the compiler {how}\n{words}"}
+    said = stderr.read_text(errors="replace")
+    if code != 0 or not result.exists():
+        return {"stage": "crash", "error": words.meaningful(words.death(code, said))}
+    found = json.loads(result.read_text())
+    if found["stage"] != "done":
+        message = found["error"]
+        parts = words.diagnostics(said, message), found["raised_in"]
+        found["error"] = "\n".join(filter(None, (words.meaningful(message), *parts)))
+    return found
 
 
 def _environment(device: Target, dumps: Path) -> dict[str, str]:
@@ -235,16 +223,6 @@ def _environment(device: Target, dumps: Path) -> dict[str, str]:
         dump = f"--xla_dump_to={dumps} --xla_dump_emitter_re=.*"
         env["XLA_FLAGS"] = f"{flags} {dump}".strip()
     return env
-
-
-def meaningful(message: str) -> str:
-    """The first lines of a message that say something, shortened."""
-    lines = [
-        line.rstrip()[:_ERROR_WIDTH]
-        for line in message.splitlines()
-        if not _BOILERPLATE.search(line)
-    ]
-    return "\n".join(lines[:_ERROR_LINES])
 
 
 def _notes(result, device, schedule):

@@ -157,7 +157,7 @@ class GpuKernel:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of device memory the program needs. `alias` is counted in two of them."""
+    """Bytes of device memory the program needs. `aliased` is counted in two of them."""
 
     arguments: int
     outputs: int
@@ -217,8 +217,10 @@ class Report:
       name: what was compiled.
       target: for what.
       ok: the compiler took it.
-      stage: where it ended: "trace", "compile", "crash" or "timeout"; "done" if `ok`.
-      error: the first meaningful lines of the message; empty if `ok`.
+      stage: where it ended: "trace" (the function itself failed), "lower", "compile",
+        "crash" or "timeout"; "done" if `ok`.
+      error: the first meaningful lines of the message, what the compiler wrote beside
+        it, and the line of the function that raised; empty if `ok`.
       toolchain: package -> version of what compiled it.
       memory, flops, bytes: of the compiled program; None unless `ok`. flops and bytes
         are XLA's estimates, and None also where it makes none.

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import threading
 
 import aot_kernels as kernels
@@ -145,6 +146,19 @@ def test_an_error_of_the_function_is_reported():
     report = compile_for(kernels.matmul, spec(2, 3), spec(2, 3), target="tpu-v5e")
     assert (report.ok, report.stage) == (False, "trace")
     assert report.error.startswith("TypeError")
+    assert re.search(r"\nin matmul, .*aot_kernels\.py:\d+$", report.error)
+
+
+def test_what_pallas_cannot_lower_is_a_refusal():
+    report = compile_for(kernels.sort, spec(8, 128), target="tpu-v5e")
+    assert (report.ok, report.stage) == (False, "lower")
+    assert "sort" in report.error
+
+
+def test_a_backward_pass_is_traced_for_the_target():
+    # `device_kind` asks Pallas for the device, and there is none in this process.
+    report = compile_for(kernels.device_kind, spec(), target="tpu-v6e", vjp=True)
+    assert report.ok, report.error
 
 
 def test_a_crash_is_reported():
@@ -198,6 +212,15 @@ def test_gpu_triton(compiles_for, target):
     (kernel,) = report.gpu_kernels
     assert kernel.name == "triton_product"
     assert 16 < kernel.registers <= 255
+
+
+def test_gpu_refusal_is_told_with_the_compilers_reason(compiles_for):
+    compiles_for("a100")
+    # The bulk copies of Mosaic GPU begin with Hopper.
+    report = compile_for(kernels.double, spec(64, 128), target="a100")
+    assert not report.ok
+    assert "not supported on sm_80" in report.error
+    assert "aot_kernels.py" in report.error
 
 
 def test_gpu_refuses_too_much_shared_memory(compiles_for):
