@@ -50,6 +50,9 @@ def compile_here(f, specs, target: Target, vjp: bool, result: dict) -> None:
     result["highest"] = "HIGHEST" in lowered.as_text()
     result["stage"] = "compile"
     compiled = lowered.compile()
+    text = compiled.as_text()
+    calls = [line for line in text.splitlines() if _PALLAS_CALL.search(line)]
+    result["uncosted"] = sum('"cost_estimate"' not in line for line in calls)
     memory = compiled.memory_analysis()
     result["memory"] = {
         "arguments": memory.argument_size_in_bytes,
@@ -59,13 +62,12 @@ def compile_here(f, specs, target: Target, vjp: bool, result: dict) -> None:
     }
     if target.platform == "tpu":
         cost = compiled.cost_analysis()
-        result["flops"] = cost.get("flops", 0.0)
-        result["bytes"] = cost.get("bytes accessed", 0.0)
+        # 0 beside kernels that state no cost: XLA counted nothing.
+        nothing = None if result["uncosted"] else 0.0
+        result["flops"] = cost.get("flops") or nothing
+        result["bytes"] = cost.get("bytes accessed") or nothing
     else:
         result["flops"], result["bytes"] = flops_on_cpu(f, specs), None
-    text = compiled.as_text()
-    calls = [line for line in text.splitlines() if _PALLAS_CALL.search(line)]
-    result["uncosted"] = sum('"cost_estimate"' not in line for line in calls)
     entry = text[text.index("ENTRY") :].splitlines()[1:]
     result["kernels"] = sum(not _NO_KERNEL.search(line) for line in entry)
     result["loops"] = " while(" in text

@@ -230,12 +230,17 @@ def _notes(result, device, schedule):
         yield (
             "The flops are those of the program before optimization."
             if result["flops"] is not None
-            else "The flops are not known, and the compute bound is left out."
+            else "The flops are not known, and the roofline is without compute."
         )
     elif result["uncosted"]:
+        roofline = (
+            "the roofline is without compute"
+            if result["flops"] is None
+            else "the compute bound is too low"
+        )
         yield (
             f"{result['uncosted']} Pallas kernel(s) state no cost_estimate: their flops"
-            " are not counted, and the compute bound is too low."
+            f" and bytes are not counted, and {roofline}."
         )
     if result["loops"] and result["flops"] is not None:
         yield "XLA counts the flops and bytes of a loop's body once, not once a trip."

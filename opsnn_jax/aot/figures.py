@@ -32,11 +32,16 @@ def summary(report: Report) -> list[tuple[str, str]]:
             lines.append(("stall cycles", count(schedule.stalls)))
     if roof.schedule is not None:
         lines.append(("schedule", seconds(roof.schedule)))
-    lines.append(("roofline", f"{seconds(roof.seconds)}, bound by {roof.bound}"))
+    bound = f"{seconds(roof.seconds)}, bound by {roof.bound}"
+    if roof.compute is None:
+        bound += "; compute is not known"
+    lines.append(("roofline", bound))
     if roof.gap is not None:
         lines.append(("schedule / roofline", f"{roof.gap:.2f}x"))
+    if roof.compute is not None:
+        rate = f"{seconds(roof.compute)} at the {roof.rate} rate"
+        lines.append(("compute bound", rate))
     lines += [
-        ("compute bound", f"{seconds(roof.compute)} at the {roof.rate} rate"),
         ("memory bound", seconds(roof.memory)),
         ("launch", seconds(roof.launch)),
         ("flops", "?" if report.flops is None else count(report.flops)),

@@ -123,11 +123,8 @@ def _section(report: Report) -> str:
 
 
 def _roofline(roof: Roofline) -> str:
-    bars = [
-        ("compute", roof.compute, "mxu"),
-        ("memory", roof.memory, "load"),
-        ("launch", roof.launch, "xlu"),
-    ]
+    colours = {"compute": "mxu", "memory": "load", "launch": "xlu"}
+    bars = [(name, value, colours[name]) for name, value in roof.bounds.items()]
     if roof.schedule is not None:
         bars.append(("schedule", roof.schedule, "valu"))
     longest = max(value for _, value, _ in bars) or 1.0
@@ -147,7 +144,8 @@ def _roofline(roof: Roofline) -> str:
             'height="18" rx="3"/>'
             f'<text x="{_LEFT + width + 8:.1f}" y="{y + 15}">{said}</text>'
         )
-    return _card("Roofline", _svg(26 * len(bars), svg))
+    title = "Roofline" if roof.compute is not None else "Roofline without compute"
+    return _card(title, _svg(26 * len(bars), svg))
 
 
 def _kernel(kernel: Kernel) -> str:

@@ -175,7 +175,7 @@ class Roofline:
 
     Attributes:
       rate: the dtype whose peak rate the compute bound uses.
-      compute: flops over that peak; 0 where they are not known.
+      compute: flops over that peak; None where they are not known.
       memory: the bytes that must move over the memory bandwidth.
       launch: the cost of starting the kernels: on a TPU the scalar code around them,
         at the target's clock; on a GPU a cost for each.
@@ -184,24 +184,25 @@ class Roofline:
     """
 
     rate: str
-    compute: float
+    compute: float | None
     memory: float
     launch: float
     schedule: float | None
 
     @property
+    def bounds(self) -> dict[str, float]:
+        """Those of compute, memory and launch that are known."""
+        known = {"memory": self.memory, "launch": self.launch}
+        return known if self.compute is None else {"compute": self.compute, **known}
+
+    @property
     def bound(self) -> str:
-        """Which of compute, memory and launch binds."""
-        bounds = {
-            "compute": self.compute,
-            "memory": self.memory,
-            "launch": self.launch,
-        }
-        return max(bounds, key=bounds.__getitem__)
+        """Which of the bounds binds."""
+        return max(self.bounds, key=self.bounds.__getitem__)
 
     @property
     def seconds(self) -> float:
-        return max(self.compute, self.memory, self.launch)
+        return max(self.bounds.values())
 
     @property
     def gap(self) -> float | None:
@@ -223,7 +224,8 @@ class Report:
         it, and the line of the function that raised; empty if `ok`.
       toolchain: package -> version of what compiled it.
       memory, flops, bytes: of the compiled program; None unless `ok`. flops and bytes
-        are XLA's estimates, and None also where it makes none.
+        are XLA's estimates, and None also where it makes none or sees only kernels
+        that state no cost.
       schedule: TPU only.
       gpu_kernels: GPU only.
       roofline: None unless `ok`.

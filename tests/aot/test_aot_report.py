@@ -81,7 +81,7 @@ GPU = dataclasses.replace(
     schedule=None,
     flops=None,
     bytes=None,
-    roofline=Roofline("float32", 0.0, 2e-6, 5e-6, None),
+    roofline=Roofline("float32", None, 2e-6, 5e-6, None),
     gpu_kernels=(GpuKernel("k", 255, 16, 8, 4096),),
 )
 
@@ -142,7 +142,7 @@ def test_roofline_of_a_tpu():
 
 def test_roofline_of_a_gpu_without_known_cost():
     roof = find_roofline(get_target("h200"), "float32", None, None, MEMORY, 3, None)
-    assert (roof.schedule, roof.gap, roof.compute) == (None, None, 0.0)
+    assert (roof.schedule, roof.gap, roof.compute) == (None, None, None)
     assert roof.launch == pytest.approx(3 * 2e-6)
     assert roof.memory == pytest.approx(1400 / 4.8e12)
 
@@ -200,6 +200,19 @@ def test_table_of_a_gpu():
     text = printed(GPU)
     assert "255 registers, 24 B of spills, 4 KiB of shared memory" in text
     assert re.search(r"flops +│ +\?", text)
+
+
+def test_a_bound_that_is_not_known_is_left_out():
+    text, page = printed(GPU), render_page([GPU])
+    assert "5 us, bound by launch; compute is not known" in text
+    assert "compute bound" not in text + page
+    assert "Roofline without compute" in page
+    assert ">compute</text>" not in page and ">memory</text>" in page
+    # Beside one whose bound is known, the cell is empty.
+    assert re.search(
+        r"compute bound +│ 1 us at the bfloat16 rate │ +\n", printed(GOOD, GPU)
+    )
+    assert json.loads(GPU.to_json())["roofline"]["compute"] is None
 
 
 class _Checker(HTMLParser):

@@ -45,6 +45,18 @@ def test_a_kernel_without_cost_estimate_is_pointed_out():
     f = functools.partial(kernels.product, costed=False)
     report = compile_for(f, spec(128, 128), spec(128, 128), target="tpu-v5e")
     assert "cost_estimate" in report.notes[0]
+    assert "roofline is without compute" in report.notes[0]
+    # XLA counted nothing; that is no 0.
+    assert report.flops is report.bytes is report.roofline.compute is None
+
+
+def test_what_xla_counts_beside_a_kernel_without_cost_estimate_is_kept():
+    def f(x, y):
+        return kernels.product(x, y, costed=False) @ y
+
+    report = compile_for(f, spec(128, 128), spec(128, 128), target="tpu-v5e")
+    assert report.flops >= 2 * 128**3
+    assert "compute bound is too low" in report.notes[0]
 
 
 @pytest.mark.parametrize(
