@@ -20,6 +20,7 @@ from opsnn_jax.aot.words import raised_in
 _NO_KERNEL = re.compile(
     r" (parameter|constant|tuple|get-tuple-element|bitcast)\(|^\s*(//|\}|$)"
 )
+_MOSAIC_CALL = re.compile(r'custom_call_target="mosaic_gpu.*?kernel_hash = "(.*?)", ')
 _PALLAS_CALL = re.compile(r'custom_call_target="(tpu_custom_call|[^"]*triton[^"]*)"')
 
 
@@ -53,6 +54,7 @@ def compile_here(f, specs, target: Target, vjp: bool, result: dict) -> None:
     text = compiled.as_text()
     calls = [line for line in text.splitlines() if _PALLAS_CALL.search(line)]
     result["uncosted"] = sum('"cost_estimate"' not in line for line in calls)
+    result["mosaic"] = len(set(_MOSAIC_CALL.findall(text)))
     memory = compiled.memory_analysis()
     result["memory"] = {
         "arguments": memory.argument_size_in_bytes,

@@ -99,11 +99,13 @@ def compile_for(
         if result["stage"] != "done":
             return Report(ok=False, error=result["error"], **common)
         dumps = root / "dumps"
-        schedule, gpu_kernels = None, ()
+        schedule, gpu_kernels, gpu_unread = None, (), 0
         if device.platform == "tpu":
             schedule = read_schedule(dumps, visits)
         else:
-            gpu_kernels = ptxas.read_kernels(dumps, device)
+            gpu_kernels, gpu_unread = ptxas.read_kernels(
+                dumps, device, result["mosaic"]
+            )
     memory = Memory(**result["memory"])
     rate = rate or choose_rate(device, result["dtypes"], result["highest"])
     return Report(
@@ -114,6 +116,7 @@ def compile_for(
         bytes=result["bytes"],
         schedule=schedule,
         gpu_kernels=gpu_kernels,
+        gpu_unread=gpu_unread,
         roofline=find_roofline(
             device,
             rate,
@@ -124,7 +127,7 @@ def compile_for(
             result["kernels"],
             schedule,
         ),
-        notes=tuple(_notes(result, device, schedule)),
+        notes=tuple(_notes(result, device, schedule, gpu_unread)),
         **common,
     )
 
@@ -222,10 +225,12 @@ def _environment(device: Target, dumps: Path) -> dict[str, str]:
         # The emitters' dumps bring the PTX with them.
         dump = f"--xla_dump_to={dumps} --xla_dump_emitter_re=.*"
         env["XLA_FLAGS"] = f"{flags} {dump}".strip()
+        # XLA does not see the PTX of Mosaic GPU's kernels.
+        env["MOSAIC_GPU_DUMP_TO"] = str(dumps)
     return env
 
 
-def _notes(result, device, schedule):
+def _notes(result, device, schedule, gpu_unread):
     if device.platform == "cuda":
         yield (
             "The flops are those of the program before optimization."
@@ -244,6 +249,11 @@ def _notes(result, device, schedule):
         )
     if result["loops"] and result["flops"] is not None:
         yield "XLA counts the flops and bytes of a loop's body once, not once a trip."
+    if gpu_unread:
+        yield (
+            f"ptxas told nothing of {gpu_unread} kernel(s): their registers, spills and"
+            " shared memory are not known."
+        )
     if device.platform == "tpu" and schedule is None:
         yield "The compiler wrote no schedule that could be read."
     if schedule and schedule.unread:

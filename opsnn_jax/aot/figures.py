@@ -64,7 +64,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
 def gpu_kernel(kernel) -> str:
     spilled = kernel.spill_stores + kernel.spill_loads
     spills = f"{size(spilled)} of spills" if spilled else "no spills"
-    shared = size(kernel.shared_memory)
+    known = kernel.shared_memory is not None
+    shared = size(kernel.shared_memory) if known else "?"
     return f"{kernel.registers} registers, {spills}, {shared} of shared memory"
 
 

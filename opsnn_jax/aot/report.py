@@ -146,13 +146,21 @@ class Schedule:
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """What ptxas said of one GPU kernel. Spills are bytes per thread."""
+    """What ptxas said of one GPU kernel.
+
+    Attributes:
+      name: of the entry, or of the dump of Mosaic GPU.
+      registers: of a thread.
+      spill_stores: bytes a thread writes of registers that did not fit.
+      spill_loads: bytes it reads back.
+      shared_memory: bytes of a block; None where the launch does not say.
+    """
 
     name: str
     registers: int
     spill_stores: int
     spill_loads: int
-    shared_memory: int
+    shared_memory: int | None
 
 
 @dataclass(frozen=True)
@@ -228,6 +236,7 @@ class Report:
         that state no cost.
       schedule: TPU only.
       gpu_kernels: GPU only.
+      gpu_unread: how many GPU kernels are missing there.
       roofline: None unless `ok`.
       notes: what a reader of the figures must know.
     """
@@ -243,6 +252,7 @@ class Report:
     bytes: float | None = None
     schedule: Schedule | None = None
     gpu_kernels: tuple[GpuKernel, ...] = ()
+    gpu_unread: int = 0
     roofline: Roofline | None = None
     notes: tuple[str, ...] = ()
 

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from opsnn_jax.aot import figures
-from opsnn_jax.aot.compile import _name_of
+from opsnn_jax.aot.compile import _name_of, _notes
 from opsnn_jax.aot.page import render_page
-from opsnn_jax.aot.ptxas import parse_ptxas
+from opsnn_jax.aot.ptxas import parse_ptxas, read_kernels
 from opsnn_jax.aot.report import (
     GpuKernel,
     Kernel,
@@ -315,6 +315,14 @@ ptxas info    : Used 12 registers, used 0 barriers
         GpuKernel("a", 255, 16, 24, 4096),
         GpuKernel("b", 12, 0, 0, 0),
     ]
+
+
+def test_kernels_without_ptx_are_not_0(tmp_path):
+    assert read_kernels(tmp_path, get_target("h200"), mosaic=2) == ((), 2)
+    notes = _notes({"flops": 1.0, "loops": False}, get_target("h200"), None, 2)
+    assert "ptxas told nothing of 2 kernel(s)" in " ".join(notes)
+    unknown = dataclasses.replace(GPU.gpu_kernels[0], shared_memory=None)
+    assert "? of shared memory" in figures.gpu_kernel(unknown)
 
 
 def test_importing_the_package_imports_nothing_heavy():

@@ -226,6 +226,18 @@ def test_gpu_triton(compiles_for, target):
     assert 16 < kernel.registers <= 255
 
 
+def test_gpu_mosaic_is_read_too(compiles_for):
+    compiles_for("h200")
+    report = compile_for(kernels.double, spec(64, 128), target="h200")
+    assert report.ok, report.error
+    (kernel,) = report.gpu_kernels
+    assert kernel.name == "double_0"
+    assert 16 < kernel.registers <= 255
+    # The block, read and written.
+    assert kernel.shared_memory >= 4 * 64 * 128
+    assert report.gpu_unread == 0
+
+
 def test_gpu_refusal_is_told_with_the_compilers_reason(compiles_for):
     compiles_for("a100")
     # The bulk copies of Mosaic GPU begin with Hopper.
