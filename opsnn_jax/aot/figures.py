@@ -39,7 +39,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
     if roof.gap is not None:
         lines.append(("schedule / roofline", f"{roof.gap:.2f}x"))
     if roof.compute is not None:
-        rate = f"{seconds(roof.compute)} at the {roof.rate} rate"
+        rate = f"{seconds(roof.compute)} at {roof.rate}"
         lines.append(("compute bound", rate))
     lines += [
         ("memory bound", seconds(roof.memory)),

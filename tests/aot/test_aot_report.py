@@ -184,7 +184,33 @@ def test_table():
     assert "RESOURCE_EXHAUSTED: vmem & <more>" in text
     assert "5 trips" in text and "? trips" in text
     assert "note: a note" in text
-    assert re.search(r"matmul<1> +│ +3 │ +100 │ +1,000 │ +50 │ +50% │", text)
+    assert re.search(r"matmul<1> +│ +3 │ +100 │ +1,000 │ +50 │ +40 │ +20\n", text)
+    assert re.search(r"matmul<1> +│ +50% │", text)
+
+
+@pytest.mark.parametrize("beside", [1, 2, 5])
+def test_eighty_characters_cut_nothing(beside):
+    names = ("MATMUL", "MATPUSH", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
+    numbers = dict(
+        calls=12_345, bundles=654_321, cycles=987_654, stalls=876_543, fills=765_432
+    )
+    kernel = dataclasses.replace(
+        KERNEL,
+        name="broadcast_multiply_reduce_fusion.12.clone",
+        units=tuple(Unit(name, 1, 987_654) for name in names),
+        **numbers,
+    )
+    schedule = dataclasses.replace(SCHEDULE, kernels=(kernel,))
+    name = "flash_attention@pallas_tpu vjp"
+    report = dataclasses.replace(GOOD, name=name, schedule=schedule)
+    out = io.StringIO()
+    print_reports([report] * beside, Console(file=out, width=80))
+    text = out.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(name in text for name in (*names, *numbers))
+    assert all(f"{number:,}" in text for number in numbers.values())
+    assert text.count("issue cycles") == -(-beside // 2)
 
 
 def test_what_is_compiled_has_the_name_of_the_function():
@@ -209,9 +235,7 @@ def test_a_bound_that_is_not_known_is_left_out():
     assert "Roofline without compute" in page
     assert ">compute</text>" not in page and ">memory</text>" in page
     # Beside one whose bound is known, the cell is empty.
-    assert re.search(
-        r"compute bound +│ 1 us at the bfloat16 rate │ +\n", printed(GOOD, GPU)
-    )
+    assert re.search(r"compute bound +│ +1 us at bfloat16 │ +\n", printed(GOOD, GPU))
     assert json.loads(GPU.to_json())["roofline"]["compute"] is None
 
 
