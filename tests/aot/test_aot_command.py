@@ -74,7 +74,7 @@ def test_requests_that_cannot_be_carried_out_exit_with_2(argv, message, capsys):
     "target, words",
     [
         ("tpu-v5e", ["libtpu", "pip install 'opsnn-jax[aot]'"]),
-        ("h200", ["jax-cuda13-plugin==", "nvidia-nvvm"]),
+        ("h200", ["rich", "jax-cuda13-plugin", "pip install 'opsnn-jax[aot-gpu]'"]),
     ],
 )
 def test_a_missing_toolchain_is_one_line_and_exits_with_2(
