@@ -271,6 +271,11 @@ def test_page_is_well_formed_and_self_contained():
     assert page.count('class="loop"') == 2
 
 
+def test_page_explains_schedules_only_where_there_is_one():
+    assert "predicated code counts" in render_page([GPU, GOOD])
+    assert "predicated code counts" not in render_page([GPU])
+
+
 def test_page_draws_the_use_to_scale():
     page = render_page([GOOD])
     path = re.search(r'class="mxu" d="M92 (\d+)(.*?)Z"', page)
