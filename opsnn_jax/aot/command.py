@@ -131,8 +131,9 @@ def parse_shape(text: str) -> Any:
     dtype = _DTYPES.get(match[2], match[2]) if match else ""
     try:
         shape = tuple(int(n) for n in (match[1] or "").split("x") if n)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    except TypeError:
+        # NumPy has dtypes, such as str, that no array of JAX has.
+        return jax.ShapeDtypeStruct(shape, getattr(jnp, jnp.dtype(dtype).name))
+    except (TypeError, AttributeError):
         raise ValueError(
             "compile: --shape must be like 8x28x28x256:bf16, a shape and one of "
             f"{', '.join(_DTYPES)} or a dtype's full name; got {text!r}."

@@ -68,7 +68,8 @@ def compile_for(
 
     Raises:
       MissingToolchain: if the compiler for the target is not installed.
-      ValueError: if the target or the rate is unknown.
+      ValueError: if the target or the rate is unknown, a spec has 64 bits without
+        jax_enable_x64, or `visits` does not fit a kernel.
       TypeError: if the function cannot be pickled, or a spec has no shape and dtype.
 
     Example:
@@ -83,9 +84,9 @@ def compile_for(
             f"compile: rate must be one of {', '.join(device.peak)} on {target}; "
             f"got {rate!r}."
         )
+    structs = _structs(specs)
     require_toolchain(device)
     name = name or _name_of(f)
-    structs = _structs(specs)
     with tempfile.TemporaryDirectory(prefix="opsnn-aot-") as folder:
         root = Path(folder)
         (root / "request").write_bytes(_request(f, structs, device, vjp))
@@ -127,7 +128,7 @@ def compile_for(
             result["kernels"],
             schedule,
         ),
-        notes=tuple(_notes(result, device, schedule, gpu_unread)),
+        notes=tuple(_notes(result, device, schedule, gpu_unread, visits or {})),
         **common,
     )
 
@@ -141,6 +142,14 @@ def _structs(specs):
                 f"compile: argument {jax.tree_util.keystr(path)} must be an array or a "
                 f"jax.ShapeDtypeStruct; got {a!r}. Bind other arguments with "
                 "functools.partial."
+            )
+        # Of arrays JAX narrows the dtype too, but there everybody knows it.
+        asked = isinstance(a, jax.ShapeDtypeStruct)
+        if asked and (narrow := jax.eval_shape(lambda x: x, a).dtype) != a.dtype:
+            raise ValueError(
+                f"compile: argument {jax.tree_util.keystr(path)} must have at most 32 "
+                f"bits a number without jax_enable_x64; got {a.dtype}, which JAX would "
+                f"make {narrow}. Set JAX_ENABLE_X64=1, or ask for {narrow}."
             )
         return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
@@ -230,7 +239,7 @@ def _environment(device: Target, dumps: Path) -> dict[str, str]:
     return env
 
 
-def _notes(result, device, schedule, gpu_unread):
+def _notes(result, device, schedule, gpu_unread, visits):
     if device.platform == "cuda":
         yield (
             "The flops are those of the program before optimization."
@@ -259,5 +268,9 @@ def _notes(result, device, schedule, gpu_unread):
     if schedule and schedule.unread:
         names = ", ".join(schedule.unread)
         yield f"No schedule was found for these, and they are not counted: {names}."
+    if schedule:
+        found = {k.name.partition(".")[0] for k in schedule.kernels}
+        if unknown := [name for name in visits if name not in found]:
+            yield f"visits names kernels that were not found: {', '.join(unknown)}."
     if schedule and any(k.unknown_trips for k in schedule.kernels):
         yield "Loops whose length is not a constant are counted as one iteration."

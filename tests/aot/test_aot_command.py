@@ -26,6 +26,8 @@ def run(*argv):
         ("7:i8", (7,), jnp.int8),
         (":f32", (), jnp.float32),
         ("2x0:float16", (2, 0), jnp.float16),
+        ("8:int4", (8,), jnp.int4),
+        ("8:bool", (8,), jnp.bool),
     ],
 )
 def test_shape(text, shape, dtype):
@@ -35,6 +37,13 @@ def test_shape(text, shape, dtype):
 
 @pytest.mark.parametrize("text", ["8x8", "8xf32", "8x8:half8", "", "-1x2:f32"])
 def test_bad_shape(text):
+    with pytest.raises(ValueError, match="--shape must be like"):
+        command.parse_shape(text)
+
+
+@pytest.mark.parametrize("dtype", ["str", "object", "datetime64", "longdouble"])
+def test_dtypes_that_only_numpy_has(dtype):
+    text = f"8:{dtype}"
     with pytest.raises(ValueError, match="--shape must be like"):
         command.parse_shape(text)
 

@@ -348,7 +348,7 @@ ptxas info    : Used 12 registers, used 0 barriers
 
 def test_kernels_without_ptx_are_not_0(tmp_path):
     assert read_kernels(tmp_path, get_target("h200"), mosaic=2) == ((), 2)
-    notes = _notes({"flops": 1.0, "loops": False}, get_target("h200"), None, 2)
+    notes = _notes({"flops": 1.0, "loops": False}, get_target("h200"), None, 2, {})
     assert "ptxas told nothing of 2 kernel(s)" in " ".join(notes)
     unknown = dataclasses.replace(GPU.gpu_kernels[0], shared_memory=None)
     assert "? of shared memory" in figures.gpu_kernel(unknown)

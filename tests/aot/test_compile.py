@@ -200,6 +200,30 @@ def test_arguments_without_shape_are_refused():
         compile_for(kernels.matmul, spec(2, 2), 3.0, target="tpu-v5e")
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+def test_64_bits_are_not_narrowed_silently(dtype):
+    with pytest.raises(ValueError, match=r"argument \[0\].*JAX_ENABLE_X64=1"):
+        compile_for(kernels.matmul, spec(2, dtype=dtype), spec(2), target="tpu-v5e")
+
+
+def test_keys_and_64_bits_compile():
+    def f(key, x):
+        return jax.random.uniform(key) + x
+
+    key = jax.eval_shape(jax.random.key, 0)
+    assert compile_for(f, key, spec(2), target="tpu-v5e").ok
+    with jax.enable_x64(True):
+        report = compile_for(f, key, spec(2, dtype="float64"), target="tpu-v5e")
+    assert report.ok, report.error
+    assert report.memory.outputs >= 2 * 8
+
+
+def test_visits_of_no_kernel_are_pointed_out():
+    f, x = kernels.matmul, spec(128, 128)
+    report = compile_for(f, x, x, target="tpu-v5e", visits={"nokernel": (1, ())})
+    assert "visits names kernels that were not found: nokernel." in report.notes
+
+
 def test_the_callers_environment_is_left_alone(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag")
     assert compile_for(kernels.matmul, spec(8, 8), spec(8, 8), target="tpu-v5e").ok
