@@ -17,11 +17,20 @@ SHOWN_UNITS = (
     "VSTORE",
 )
 
+# By the stage at which it ended. What cannot be traced has seen no compiler.
+_VERDICTS = {
+    "trace": "cannot be traced",
+    "lower": "refused (lower)",
+    "compile": "refused (compile)",
+    "crash": "compiler crashed",
+    "timeout": "compiler stopped",
+}
+
 
 def summary(report: Report) -> list[tuple[str, str]]:
     """(label, value) lines about one report."""
     if not report.ok:
-        return [("verdict", f"refused ({report.stage})")]
+        return [("verdict", _VERDICTS[report.stage])]
     lines = [("verdict", "compiles")]
     roof, schedule = report.roofline, report.schedule
     if schedule:

@@ -72,6 +72,10 @@ def device_kind(x):
     return jnp.zeros(pltpu.get_tpu_info().mxu_column_size) + x
 
 
+def fails(x, y):
+    raise AssertionError("odd")
+
+
 def abort(x):
     """Dies while it is traced, as a compiler with a failed check does."""
     os.abort()

@@ -181,6 +181,7 @@ def test_table():
     assert re.search(r"issue cycles +│ +3,000", text)
     assert "2 us, bound by memory" in text
     assert "refused (compile)" in text
+    assert "cannot be traced" in printed(dataclasses.replace(BAD, stage="trace"))
     assert "RESOURCE_EXHAUSTED: vmem & <more>" in text
     assert "5 trips" in text and "? trips" in text
     assert "note: a note" in text
