@@ -20,7 +20,10 @@ from opsnn_jax.aot.words import raised_in
 _NO_KERNEL = re.compile(
     r" (parameter|constant|tuple|get-tuple-element|bitcast)\(|^\s*(//|\}|$)"
 )
-_MOSAIC_CALL = re.compile(r'custom_call_target="mosaic_gpu.*?kernel_hash = "(.*?)", ')
+# With what tells its kernel from others, where the compiler writes that.
+_MOSAIC_CALL = re.compile(
+    r'custom_call_target="mosaic_gpu.*?(?:kernel_hash = "(.*?)", |$)', re.MULTILINE
+)
 _PALLAS_CALL = re.compile(r'custom_call_target="(tpu_custom_call|[^"]*triton[^"]*)"')
 
 
@@ -54,7 +57,7 @@ def compile_here(f, specs, target: Target, vjp: bool, result: dict) -> None:
     text = compiled.as_text()
     calls = [line for line in text.splitlines() if _PALLAS_CALL.search(line)]
     result["uncosted"] = sum('"cost_estimate"' not in line for line in calls)
-    result["mosaic"] = len(set(_MOSAIC_CALL.findall(text)))
+    result["mosaic"] = count_mosaic(text)
     memory = compiled.memory_analysis()
     result["memory"] = {
         "arguments": memory.argument_size_in_bytes,
@@ -124,6 +127,11 @@ def put(specs, sharding):
     return jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), specs
     )
+
+
+def count_mosaic(program: str) -> int:
+    """How many kernels of Mosaic GPU a program has; at least 1 if it has any."""
+    return len(set(_MOSAIC_CALL.findall(program)))
 
 
 def flops_on_cpu(f, specs) -> float | None:

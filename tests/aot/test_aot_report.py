@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from opsnn_jax.aot import figures
+from opsnn_jax.aot.child import count_mosaic
 from opsnn_jax.aot.compile import _name_of, _notes
 from opsnn_jax.aot.page import render_page
 from opsnn_jax.aot.ptxas import parse_ptxas, read_kernels
@@ -345,6 +346,15 @@ ptxas info    : Used 12 registers, used 0 barriers
         GpuKernel("a", 255, 16, 24, 4096),
         GpuKernel("b", 12, 0, 0, 0),
     ]
+
+
+@pytest.mark.parametrize("config", ['{kernel_hash = "a, b", x = 1}', "{x = 1}"])
+def test_kernels_of_mosaic_are_counted(config):
+    call = f'custom-call(%x), custom_call_target="mosaic_gpu_v2", config={config}'
+    text = f"%a = {call}\n%b = {call}\n%c = custom-call(%x), target=other\n"
+    assert count_mosaic(text) == 1
+    other = call.replace("a, b", "c").replace("x = 1", "x = 2")
+    assert count_mosaic(f"{text}%d = {other}\n") == (2 if "hash" in config else 1)
 
 
 def test_kernels_without_ptx_are_not_0(tmp_path):
