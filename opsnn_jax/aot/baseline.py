@@ -18,6 +18,7 @@ from opsnn_jax.aot.cases import KERNELS
 from opsnn_jax.aot.compile import compile_for
 from opsnn_jax.aot.registry import KernelCase
 from opsnn_jax.aot.report import Report
+from opsnn_jax.aot.targets import get_target
 
 BASELINE = Path("benchmarks") / "aot_baseline.json"
 TOLERANCE = 0.05
@@ -38,7 +39,7 @@ class Figure:
 
 
 def measure(case: KernelCase, target: str) -> tuple[Report, Figure | None]:
-    """Compiles a case. The figure is None where it does not compile."""
+    """Compiles a case. The figure is None where it does not compile or is not known."""
     f, specs = case.make()
     report = compile_for(
         f,
@@ -48,7 +49,8 @@ def measure(case: KernelCase, target: str) -> tuple[Report, Figure | None]:
         rate=case.rate,
         visits=case.visits and case.visits(),
     )
-    if not report.ok:
+    tpu = get_target(target).platform == "tpu"
+    if not report.ok or report.gpu_unread or (tpu and not report.schedule):
         return report, None
     if schedule := report.schedule:
         compiler = f"libtpu-{report.toolchain['libtpu']}"
@@ -87,9 +89,9 @@ def compare(figure: Figure, baseline: dict[str, dict[str, int]]) -> str | None:
         )
     worse = []
     for kind, old in baseline[figure.key].items():
-        new = figure.costs.get(kind, 0)
-        if new > old * (1 + TOLERANCE):
-            worse.append(f"{kind} was {old}, now {new}")
+        new = figure.costs.get(kind)
+        if new is None or new > old * (1 + TOLERANCE):
+            worse.append(f"{kind} was {old}, now {'unknown' if new is None else new}")
     return f"{figure.key}: {'; '.join(worse)}" if worse else None
 
 
@@ -107,7 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         for target in case.targets:
             report, figure = measure(case, target)
             if figure is None:
-                failures.append(f"{case.name} {target}: {report.error}")
+                why = report.error or " ".join(report.notes)
+                failures.append(f"{case.name} {target}: {why}")
                 continue
             old = baseline.get(figure.key, "none")
             print(f"{figure.key}: was {old}, now {figure.costs}")

@@ -14,10 +14,15 @@ import jax
 from jax.experimental import topologies
 
 from opsnn_jax.aot.targets import Target, get_target
+from opsnn_jax.aot.words import raised_in
 
 # Instructions of an entry computation that run nothing on the device.
 _NO_KERNEL = re.compile(
     r" (parameter|constant|tuple|get-tuple-element|bitcast)\(|^\s*(//|\}|$)"
+)
+# With what tells its kernel from others, where the compiler writes that.
+_MOSAIC_CALL = re.compile(
+    r'custom_call_target="mosaic_gpu.*?(?:kernel_hash = "(.*?)", |$)', re.MULTILINE
 )
 _PALLAS_CALL = re.compile(r'custom_call_target="(tpu_custom_call|[^"]*triton[^"]*)"')
 
@@ -26,21 +31,33 @@ def main(request_path: str, result_path: str) -> None:
     request = pickle.loads(Path(request_path).read_bytes())
     for name, value in request["config"].items():
         jax.config.update(name, value)
-    result = {"stage": "trace", "error": ""}
+    result = {"stage": "trace", "error": "", "raised_in": ""}
     try:
         f, specs = pickle.loads(request["function"])
-        compile_here(f, specs, get_target(request["target"]), result)
+        compile_here(f, specs, get_target(request["target"]), request["vjp"], result)
     except Exception as error:  # whatever went wrong is the finding
         result["error"] = f"{type(error).__name__}: {error}"
+        result["raised_in"] = raised_in(error.__traceback__, besides=[__file__])
     Path(result_path).write_text(json.dumps(result))
 
 
-def compile_here(f, specs, target: Target, result: dict) -> None:
+def compile_here(f, specs, target: Target, vjp: bool, result: dict) -> None:
     """Compiles for `target` and fills in `result`, stage by stage."""
-    lowered = lower(f, specs, target)
+    mesh, placed = find_device(target)
+    with jax.sharding.use_abstract_mesh(mesh):
+        if vjp:
+            f, specs = add_backward(f, specs)
+        traced = jax.jit(f).trace(*put(specs, placed))
+        result["stage"] = "lower"
+        lowered = traced.lower()
+    result["dtypes"] = [a.dtype.name for a in jax.tree.leaves(lowered.in_avals)]
     result["highest"] = "HIGHEST" in lowered.as_text()
     result["stage"] = "compile"
     compiled = lowered.compile()
+    text = compiled.as_text()
+    calls = [line for line in text.splitlines() if _PALLAS_CALL.search(line)]
+    result["uncosted"] = sum('"cost_estimate"' not in line for line in calls)
+    result["mosaic"] = count_mosaic(text)
     memory = compiled.memory_analysis()
     result["memory"] = {
         "arguments": memory.argument_size_in_bytes,
@@ -50,24 +67,23 @@ def compile_here(f, specs, target: Target, result: dict) -> None:
     }
     if target.platform == "tpu":
         cost = compiled.cost_analysis()
-        result["flops"] = cost.get("flops", 0.0)
-        result["bytes"] = cost.get("bytes accessed", 0.0)
+        # 0 beside kernels that state no cost: XLA counted nothing.
+        nothing = None if result["uncosted"] else 0.0
+        result["flops"] = cost.get("flops") or nothing
+        result["bytes"] = cost.get("bytes accessed") or nothing
     else:
         result["flops"], result["bytes"] = flops_on_cpu(f, specs), None
-    text = compiled.as_text()
-    calls = [line for line in text.splitlines() if _PALLAS_CALL.search(line)]
-    result["uncosted"] = sum('"cost_estimate"' not in line for line in calls)
     entry = text[text.index("ENTRY") :].splitlines()[1:]
     result["kernels"] = sum(not _NO_KERNEL.search(line) for line in entry)
     result["loops"] = " while(" in text
     result["stage"] = "done"
 
 
-def lower(f, specs, target: Target) -> jax.stages.Lowered:
-    """Traces and lowers `f` as a process with the device would.
+def find_device(target: Target):
+    """The abstract mesh of one device, and the sharding that puts arrays on it.
 
-    The abstract mesh is how Pallas learns the kind of device in a process that has
-    none: kernels may size their blocks by it.
+    The mesh is how Pallas learns the kind of device in a process that has none: kernels
+    may size their blocks by it.
     """
     if target.platform == "tpu":
         topology = topologies.get_topology_desc(
@@ -90,12 +106,32 @@ def lower(f, specs, target: Target) -> jax.stages.Lowered:
             device_kind=target.device_kind, num_cores=cores, platform=target.platform
         ),
     )
-    placed = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    specs = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=placed), specs
+    return mesh, jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def add_backward(f, specs):
+    """`f` with its backward pass: takes the cotangents last, returns the gradients."""
+
+    def forward_and_backward(*args):
+        *primals, cotangents = args
+        outputs, pull = jax.vjp(f, *primals)
+        return outputs, pull(cotangents)
+
+    # Through a lambda: eval_shape looks into a jitted function for what pickling drops.
+    outputs = jax.eval_shape(lambda *args: f(*args), *specs)
+    return forward_and_backward, (*specs, put(outputs, None))
+
+
+def put(specs, sharding):
+    """The specs, placed by `sharding`; None leaves it to the compiler."""
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), specs
     )
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(f).lower(*specs)
+
+
+def count_mosaic(program: str) -> int:
+    """How many kernels of Mosaic GPU a program has; at least 1 if it has any."""
+    return len(set(_MOSAIC_CALL.findall(program)))
 
 
 def flops_on_cpu(f, specs) -> float | None:

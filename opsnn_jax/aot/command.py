@@ -4,15 +4,17 @@ import argparse
 import ast
 import functools
 import importlib
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from opsnn_jax.aot.compile import compile_for
 from opsnn_jax.aot.targets import TARGETS, get_target
 from opsnn_jax.aot.toolchain import MissingToolchain
+from opsnn_jax.aot.words import raised_in
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
       0 if everything compiles, 1 if the compiler refuses something, 2 if the request
-      cannot be carried out.
+      cannot be carried out, as where the function fails before a compiler sees it.
     """
     try:
         specs = tuple(parse_shape(text) for text in args.shape)
@@ -86,21 +88,25 @@ def run(args: argparse.Namespace) -> int:
             (name, find_function(name, implementation, options))
             for name, implementation in named
         ]
-        if args.html and not args.html.parent.is_dir():
-            raise ValueError(f"compile: --html: there is no folder {args.html.parent}.")
+        if args.html:
+            check_page(args.html)
         targets = args.target or ["tpu-v5e"]
         for target in targets:  # a typo in the last is found before the first compiles
             get_target(target)
         reports = []
         for target in targets:
             for name, f in functions:
-                call, inputs = (f, specs)
-                if args.vjp:
-                    name, (call, inputs) = f"{name} vjp", add_backward(f, specs)
                 reports.append(
-                    compile_for(call, *inputs, target=target, name=name, rate=args.rate)
+                    compile_for(
+                        f,
+                        *specs,
+                        target=target,
+                        name=f"{name} vjp" if args.vjp else name,
+                        rate=args.rate,
+                        vjp=args.vjp,
+                    )
                 )
-    except (MissingToolchain, NotImplementedError, ValueError, TypeError) as error:
+    except (MissingToolchain, ValueError, TypeError) as error:
         print(error, file=sys.stderr)
         return 2
     if args.json:
@@ -115,7 +121,21 @@ def run(args: argparse.Namespace) -> int:
         from opsnn_jax.aot.page import render_page
 
         args.html.write_text(render_page(reports))
+    if any(r.stage == "trace" for r in reports):
+        return 2
     return 0 if all(r.ok for r in reports) else 1
+
+
+def check_page(path: Path) -> None:
+    """Raises ValueError where no page can be written, before anything is compiled."""
+    if path.is_dir():
+        raise ValueError(
+            f"compile: --html must be a file; got the folder {str(path)!r}."
+        )
+    if not path.parent.is_dir():
+        raise ValueError(f"compile: --html: there is no folder {path.parent}.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"compile: --html: {path} cannot be written.")
 
 
 def parse_shape(text: str) -> Any:
@@ -127,8 +147,9 @@ def parse_shape(text: str) -> Any:
     dtype = _DTYPES.get(match[2], match[2]) if match else ""
     try:
         shape = tuple(int(n) for n in (match[1] or "").split("x") if n)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    except TypeError:
+        # NumPy has dtypes, such as str, that no array of JAX has.
+        return jax.ShapeDtypeStruct(shape, getattr(jnp, jnp.dtype(dtype).name))
+    except (TypeError, AttributeError):
         raise ValueError(
             "compile: --shape must be like 8x28x28x256:bf16, a shape and one of "
             f"{', '.join(_DTYPES)} or a dtype's full name; got {text!r}."
@@ -162,25 +183,16 @@ def find_function(
         f = functools.reduce(
             getattr, attribute.split("."), importlib.import_module(module)
         )
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # importing runs the module
+        where = raised_in(error.__traceback__, besides=[__file__])
+        said = f"{type(error).__name__}: {error}{where and ', '}{where}"
+        said = " ".join(said.split())
         raise ValueError(
             f"compile: expected an op of opsnn_jax or module:function; got {name!r} "
-            f"({error})."
+            f"({said})."
         ) from None
     if not callable(f):
         raise ValueError(f"compile: {name!r} is not a function, it is {f!r}.")
     if implementation:
         options = {**options, "implementation": implementation}
     return functools.partial(f, **options) if options else f
-
-
-def add_backward(f: Callable, specs: Sequence[Any]) -> tuple[Callable, tuple]:
-    """`f` with its backward pass: takes the cotangents last, returns the gradients."""
-    import jax
-
-    def forward_and_backward(*args):
-        *primals, cotangents = args
-        outputs, pull = jax.vjp(f, *primals)
-        return outputs, pull(cotangents)
-
-    return forward_and_backward, (*specs, jax.eval_shape(f, *specs))

@@ -4,8 +4,6 @@ import functools
 import json
 import os
 import pickle
-import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opsnn_jax.aot import ptxas
+from opsnn_jax.aot import ptxas, words
 from opsnn_jax.aot.report import Memory, Report
 from opsnn_jax.aot.roofline import choose_rate, find_roofline
 from opsnn_jax.aot.schedule import Visits, read_schedule
@@ -32,14 +30,6 @@ _CONFIG = (
 # The passes whose dumps `schedule.py` reads; all of them together are 100 times larger.
 _PASSES = "(final.*|packed-bundles-post-ra)"
 
-# Lines of error messages that say nothing about the error.
-_BOILERPLATE = re.compile(
-    r"^\s*$|^-+$|^=+$|JAX has removed its internal frames|The above exception was"
-    r"|^\s*at |^\s*@ |^\s*#\d+ |^\*\*\*|^PC: "
-)
-_ERROR_LINES = 8
-_ERROR_WIDTH = 400
-
 
 def compile_for(
     f: Callable,
@@ -48,6 +38,7 @@ def compile_for(
     name: str | None = None,
     rate: str | None = None,
     visits: Mapping[str, Visits] | None = None,
+    vjp: bool = False,
     timeout: float = 600.0,
 ) -> Report:
     """Compiles `jax.jit(f)(*specs)` by the real compiler of `target`.
@@ -68,6 +59,8 @@ def compile_for(
         the arguments do not tell; see `roofline.choose_rate`.
       visits: for kernels by name, the steps of the grid and how often each stretch of
         predicated code runs; see `schedule.visited_cycles`.
+      vjp: compile the forward and the backward pass: cotangents of all outputs are
+        further arguments, the gradients further results.
       timeout: seconds after which the compiler is stopped.
 
     Returns:
@@ -75,7 +68,8 @@ def compile_for(
 
     Raises:
       MissingToolchain: if the compiler for the target is not installed.
-      ValueError: if the target or the rate is unknown.
+      ValueError: if the target or the rate is unknown, a spec has 64 bits without
+        jax_enable_x64, or `visits` does not fit a kernel.
       TypeError: if the function cannot be pickled, or a spec has no shape and dtype.
 
     Example:
@@ -90,12 +84,12 @@ def compile_for(
             f"compile: rate must be one of {', '.join(device.peak)} on {target}; "
             f"got {rate!r}."
         )
+    structs = _structs(specs)
     require_toolchain(device)
     name = name or _name_of(f)
-    structs = _structs(specs)
     with tempfile.TemporaryDirectory(prefix="opsnn-aot-") as folder:
         root = Path(folder)
-        (root / "request").write_bytes(_request(f, structs, device))
+        (root / "request").write_bytes(_request(f, structs, device, vjp))
         result = _run_child(root, device, timeout)
         common = dict(
             name=name,
@@ -104,16 +98,17 @@ def compile_for(
             toolchain=toolchain_versions(device),
         )
         if result["stage"] != "done":
-            return Report(ok=False, error=meaningful(result["error"]), **common)
+            return Report(ok=False, error=result["error"], **common)
         dumps = root / "dumps"
-        schedule, gpu_kernels = None, ()
+        schedule, gpu_kernels, gpu_unread = None, (), 0
         if device.platform == "tpu":
             schedule = read_schedule(dumps, visits)
         else:
-            gpu_kernels = ptxas.read_kernels(dumps, device)
+            gpu_kernels, gpu_unread = ptxas.read_kernels(
+                dumps, device, result["mosaic"]
+            )
     memory = Memory(**result["memory"])
-    dtypes = _dtypes(structs)
-    rate = rate or choose_rate(device, dtypes, result["highest"])
+    rate = rate or choose_rate(device, result["dtypes"], result["highest"])
     return Report(
         ok=True,
         error="",
@@ -122,6 +117,7 @@ def compile_for(
         bytes=result["bytes"],
         schedule=schedule,
         gpu_kernels=gpu_kernels,
+        gpu_unread=gpu_unread,
         roofline=find_roofline(
             device,
             rate,
@@ -132,7 +128,7 @@ def compile_for(
             result["kernels"],
             schedule,
         ),
-        notes=tuple(_notes(result, device, schedule)),
+        notes=tuple(_notes(result, device, schedule, gpu_unread, visits or {})),
         **common,
     )
 
@@ -147,15 +143,17 @@ def _structs(specs):
                 f"jax.ShapeDtypeStruct; got {a!r}. Bind other arguments with "
                 "functools.partial."
             )
+        # Of arrays JAX narrows the dtype too, but there everybody knows it.
+        asked = isinstance(a, jax.ShapeDtypeStruct)
+        if asked and (narrow := jax.eval_shape(lambda x: x, a).dtype) != a.dtype:
+            raise ValueError(
+                f"compile: argument {jax.tree_util.keystr(path)} must have at most 32 "
+                f"bits a number without jax_enable_x64; got {a.dtype}, which JAX would "
+                f"make {narrow}. Set JAX_ENABLE_X64=1, or ask for {narrow}."
+            )
         return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
     return jax.tree_util.tree_map_with_path(struct, specs)
-
-
-def _dtypes(structs) -> list[str]:
-    import jax
-
-    return [s.dtype.name for s in jax.tree.leaves(structs)]
 
 
 def _name_of(f: Callable) -> str:
@@ -164,7 +162,7 @@ def _name_of(f: Callable) -> str:
     return getattr(f, "__name__", type(f).__name__)
 
 
-def _request(f, structs, device: Target) -> bytes:
+def _request(f, structs, device: Target, vjp: bool) -> bytes:
     import cloudpickle
     import jax
 
@@ -176,7 +174,9 @@ def _request(f, structs, device: Target) -> bytes:
             "function that refers to no locks, files, devices or traced values."
         ) from error
     config = {name: getattr(jax.config, name) for name in _CONFIG}
-    return pickle.dumps({"config": config, "function": function, "target": device.name})
+    return pickle.dumps(
+        {"config": config, "function": function, "target": device.name, "vjp": vjp}
+    )
 
 
 def _run_child(root: Path, device: Target, timeout: float) -> dict:
@@ -201,15 +201,15 @@ def _run_child(root: Path, device: Target, timeout: float) -> dict:
     except subprocess.TimeoutExpired:
         error = f"the compiler was stopped after {timeout:g} seconds"
         return {"stage": "timeout", "error": error}
-    if code == 0 and result.exists():
-        return json.loads(result.read_text())
-    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    said = stderr.read_text(errors="replace").splitlines()
-    fatal = [
-        i for i, line in enumerate(said) if re.match(r"F\d{4} |.*Check fail", line)
-    ]
-    words = "\n".join(said[fatal[0] :] if fatal else said[-_ERROR_LINES:])
-    return {"stage": "crash", "error": f"the compiler {how}\n{words}"}
+    said = stderr.read_text(errors="replace")
+    if code != 0 or not result.exists():
+        return {"stage": "crash", "error": words.meaningful(words.death(code, said))}
+    found = json.loads(result.read_text())
+    if found["stage"] != "done":
+        message = found["error"]
+        parts = words.diagnostics(said, message), found["raised_in"]
+        found["error"] = "\n".join(filter(None, (words.meaningful(message), *parts)))
+    return found
 
 
 def _environment(device: Target, dumps: Path) -> dict[str, str]:
@@ -234,37 +234,43 @@ def _environment(device: Target, dumps: Path) -> dict[str, str]:
         # The emitters' dumps bring the PTX with them.
         dump = f"--xla_dump_to={dumps} --xla_dump_emitter_re=.*"
         env["XLA_FLAGS"] = f"{flags} {dump}".strip()
+        # XLA does not see the PTX of Mosaic GPU's kernels.
+        env["MOSAIC_GPU_DUMP_TO"] = str(dumps)
     return env
 
 
-def meaningful(message: str) -> str:
-    """The first lines of a message that say something, shortened."""
-    lines = [
-        line.rstrip()[:_ERROR_WIDTH]
-        for line in message.splitlines()
-        if not _BOILERPLATE.search(line)
-    ]
-    return "\n".join(lines[:_ERROR_LINES])
-
-
-def _notes(result, device, schedule):
+def _notes(result, device, schedule, gpu_unread, visits):
     if device.platform == "cuda":
         yield (
             "The flops are those of the program before optimization."
             if result["flops"] is not None
-            else "The flops are not known, and the compute bound is left out."
+            else "The flops are not known, and the roofline is without compute."
         )
     elif result["uncosted"]:
+        roofline = (
+            "the roofline is without compute"
+            if result["flops"] is None
+            else "the compute bound is too low"
+        )
         yield (
             f"{result['uncosted']} Pallas kernel(s) state no cost_estimate: their flops"
-            " are not counted, and the compute bound is too low."
+            f" and bytes are not counted, and {roofline}."
         )
     if result["loops"] and result["flops"] is not None:
         yield "XLA counts the flops and bytes of a loop's body once, not once a trip."
+    if gpu_unread:
+        yield (
+            f"ptxas told nothing of {gpu_unread} kernel(s): their registers, spills and"
+            " shared memory are not known."
+        )
     if device.platform == "tpu" and schedule is None:
         yield "The compiler wrote no schedule that could be read."
     if schedule and schedule.unread:
         names = ", ".join(schedule.unread)
         yield f"No schedule was found for these, and they are not counted: {names}."
+    if schedule:
+        found = {k.name.partition(".")[0] for k in schedule.kernels}
+        if unknown := [name for name in visits if name not in found]:
+            yield f"visits names kernels that were not found: {', '.join(unknown)}."
     if schedule and any(k.unknown_trips for k in schedule.kernels):
         yield "Loops whose length is not a constant are counted as one iteration."

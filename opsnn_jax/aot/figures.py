@@ -17,11 +17,20 @@ SHOWN_UNITS = (
     "VSTORE",
 )
 
+# By the stage at which it ended. What cannot be traced has seen no compiler.
+_VERDICTS = {
+    "trace": "cannot be traced",
+    "lower": "refused (lower)",
+    "compile": "refused (compile)",
+    "crash": "compiler crashed",
+    "timeout": "compiler stopped",
+}
+
 
 def summary(report: Report) -> list[tuple[str, str]]:
     """(label, value) lines about one report."""
     if not report.ok:
-        return [("verdict", f"refused ({report.stage})")]
+        return [("verdict", _VERDICTS[report.stage])]
     lines = [("verdict", "compiles")]
     roof, schedule = report.roofline, report.schedule
     if schedule:
@@ -32,11 +41,16 @@ def summary(report: Report) -> list[tuple[str, str]]:
             lines.append(("stall cycles", count(schedule.stalls)))
     if roof.schedule is not None:
         lines.append(("schedule", seconds(roof.schedule)))
-    lines.append(("roofline", f"{seconds(roof.seconds)}, bound by {roof.bound}"))
+    bound = f"{seconds(roof.seconds)}, bound by {roof.bound}"
+    if roof.compute is None:
+        bound += "; compute is not known"
+    lines.append(("roofline", bound))
     if roof.gap is not None:
         lines.append(("schedule / roofline", f"{roof.gap:.2f}x"))
+    if roof.compute is not None:
+        rate = f"{seconds(roof.compute)} at {roof.rate}"
+        lines.append(("compute bound", rate))
     lines += [
-        ("compute bound", f"{seconds(roof.compute)} at the {roof.rate} rate"),
         ("memory bound", seconds(roof.memory)),
         ("launch", seconds(roof.launch)),
         ("flops", "?" if report.flops is None else count(report.flops)),
@@ -59,7 +73,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
 def gpu_kernel(kernel) -> str:
     spilled = kernel.spill_stores + kernel.spill_loads
     spills = f"{size(spilled)} of spills" if spilled else "no spills"
-    shared = size(kernel.shared_memory)
+    known = kernel.shared_memory is not None
+    shared = size(kernel.shared_memory) if known else "?"
     return f"{kernel.registers} registers, {spills}, {shared} of shared memory"
 
 

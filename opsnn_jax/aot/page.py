@@ -9,6 +9,11 @@ from opsnn_jax.aot.report import Kernel, Report, Roofline
 # What is drawn of a program with very many kernels, most expensive first.
 _KERNELS = 6
 
+_SCHEDULES = (
+    "Issue cycles are the static schedule: bundles times loop trips. Waiting for "
+    "memory transfers is not in it, and predicated code counts as executed."
+)
+
 # Geometry of a drawing, in SVG units.
 _LEFT = 92
 _WIDTH = 960
@@ -71,15 +76,14 @@ def render_page(reports: Sequence[Report]) -> str:
     """The page of these reports, side by side."""
     title = ", ".join(dict.fromkeys(r.name for r in reports))
     sections = "".join(_section(report) for report in reports)
+    schedules = _SCHEDULES if any(r.schedule for r in reports) else ""
     return (
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body>"
         f"<h1>{escape(title)}</h1>"
-        '<p class="dim">Compiled for devices that are not there. Issue cycles are the '
-        "static schedule: bundles times loop trips. Waiting for memory transfers is "
-        "not in it, and predicated code counts as executed.</p>"
+        f'<p class="dim">Compiled for devices that are not there. {schedules}</p>'
         f"{_summary(reports)}{sections}</body></html>\n"
     )
 
@@ -123,11 +127,8 @@ def _section(report: Report) -> str:
 
 
 def _roofline(roof: Roofline) -> str:
-    bars = [
-        ("compute", roof.compute, "mxu"),
-        ("memory", roof.memory, "load"),
-        ("launch", roof.launch, "xlu"),
-    ]
+    colours = {"compute": "mxu", "memory": "load", "launch": "xlu"}
+    bars = [(name, value, colours[name]) for name, value in roof.bounds.items()]
     if roof.schedule is not None:
         bars.append(("schedule", roof.schedule, "valu"))
     longest = max(value for _, value, _ in bars) or 1.0
@@ -147,7 +148,8 @@ def _roofline(roof: Roofline) -> str:
             'height="18" rx="3"/>'
             f'<text x="{_LEFT + width + 8:.1f}" y="{y + 15}">{said}</text>'
         )
-    return _card("Roofline", _svg(26 * len(bars), svg))
+    title = "Roofline" if roof.compute is not None else "Roofline without compute"
+    return _card(title, _svg(26 * len(bars), svg))
 
 
 def _kernel(kernel: Kernel) -> str:

@@ -146,18 +146,26 @@ class Schedule:
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """What ptxas said of one GPU kernel. Spills are bytes per thread."""
+    """What ptxas said of one GPU kernel.
+
+    Attributes:
+      name: of the entry, or of the dump of Mosaic GPU.
+      registers: of a thread.
+      spill_stores: bytes a thread writes of registers that did not fit.
+      spill_loads: bytes it reads back.
+      shared_memory: bytes of a block; None where the launch does not say.
+    """
 
     name: str
     registers: int
     spill_stores: int
     spill_loads: int
-    shared_memory: int
+    shared_memory: int | None
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of device memory the program needs. `alias` is counted in two of them."""
+    """Bytes of device memory the program needs. `aliased` is counted in two of them."""
 
     arguments: int
     outputs: int
@@ -175,7 +183,7 @@ class Roofline:
 
     Attributes:
       rate: the dtype whose peak rate the compute bound uses.
-      compute: flops over that peak; 0 where they are not known.
+      compute: flops over that peak; None where they are not known.
       memory: the bytes that must move over the memory bandwidth.
       launch: the cost of starting the kernels: on a TPU the scalar code around them,
         at the target's clock; on a GPU a cost for each.
@@ -184,24 +192,25 @@ class Roofline:
     """
 
     rate: str
-    compute: float
+    compute: float | None
     memory: float
     launch: float
     schedule: float | None
 
     @property
+    def bounds(self) -> dict[str, float]:
+        """Those of compute, memory and launch that are known."""
+        known = {"memory": self.memory, "launch": self.launch}
+        return known if self.compute is None else {"compute": self.compute, **known}
+
+    @property
     def bound(self) -> str:
-        """Which of compute, memory and launch binds."""
-        bounds = {
-            "compute": self.compute,
-            "memory": self.memory,
-            "launch": self.launch,
-        }
-        return max(bounds, key=bounds.__getitem__)
+        """Which of the bounds binds."""
+        return max(self.bounds, key=self.bounds.__getitem__)
 
     @property
     def seconds(self) -> float:
-        return max(self.compute, self.memory, self.launch)
+        return max(self.bounds.values())
 
     @property
     def gap(self) -> float | None:
@@ -217,13 +226,17 @@ class Report:
       name: what was compiled.
       target: for what.
       ok: the compiler took it.
-      stage: where it ended: "trace", "compile", "crash" or "timeout"; "done" if `ok`.
-      error: the first meaningful lines of the message; empty if `ok`.
+      stage: where it ended: "trace" (the function itself failed), "lower", "compile",
+        "crash" or "timeout"; "done" if `ok`.
+      error: the first meaningful lines of the message, what the compiler wrote beside
+        it, and the line of the function that raised; empty if `ok`.
       toolchain: package -> version of what compiled it.
       memory, flops, bytes: of the compiled program; None unless `ok`. flops and bytes
-        are XLA's estimates, and None also where it makes none.
+        are XLA's estimates, and None also where it makes none or sees only kernels
+        that state no cost.
       schedule: TPU only.
       gpu_kernels: GPU only.
+      gpu_unread: how many GPU kernels are missing there.
       roofline: None unless `ok`.
       notes: what a reader of the figures must know.
     """
@@ -239,6 +252,7 @@ class Report:
     bytes: float | None = None
     schedule: Schedule | None = None
     gpu_kernels: tuple[GpuKernel, ...] = ()
+    gpu_unread: int = 0
     roofline: Roofline | None = None
     notes: tuple[str, ...] = ()
 

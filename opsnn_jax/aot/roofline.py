@@ -53,7 +53,7 @@ def find_roofline(
         moved = min(moved, traffic)
     return Roofline(
         rate=rate,
-        compute=(flops or 0) / target.peak[rate],
+        compute=None if flops is None else flops / target.peak[rate],
         memory=moved / target.bandwidth,
         launch=launch,
         schedule=seconds,

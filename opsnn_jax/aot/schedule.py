@@ -7,23 +7,23 @@ bundle fills, and `*-packed-bundles-post-ra.txt` is the same schedule before emp
 bundles were folded into delays. The dump named TLP is the program that calls the
 kernels; its loops are those of `lax.scan` and `lax.while_loop`.
 
-A loop starts at a bundle marked `LB:` whose comment opens a region, and ends at the
-conditional branch back to that region, or rather after the branch's delay slots. Its
-trips follow from the comparison that decides the branch. Predicated code counts as
-executed; waiting for DMAs is not in a static schedule.
+Predicated code counts as executed; waiting for DMAs is not in a static schedule.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from opsnn_jax.aot.bundles import (
+    BRANCH,
+    BRANCH_DELAY,
+    Span,
+    count_cycles,
+    count_issues,
+    find_loops,
+    split_bundles,
+)
 from opsnn_jax.aot.report import Kernel, Lane, Loop, Schedule, Unit
-
-# Bundles after a taken branch that still issue. In v5e and v6e dumps code that belongs
-# to the loop, such as the copies of loop-carried values, stands in these four, and code
-# from outside the loop starts right after them.
-BRANCH_DELAY = 4
 
 # Predicated code shorter than this is bookkeeping, such as the start of a DMA.
 _BOOKKEEPING = 64
@@ -31,12 +31,6 @@ _BOOKKEEPING = 64
 # Stretches into which a schedule is divided for drawing.
 LANE_POINTS = 480
 
-_BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:([A-Z]{2})\s*)?:\s*>*\s*\{")
-_REGION_START = re.compile(r"Start (?:/End empty )?region (\d+)")
-_BRANCH = re.compile(
-    r"sbr\.rel \(!?%(p\w+)\) target (?:= \$region|bundleno = \d+ \(0x[0-9a-f]+\), "
-    r"region = )(\d+)"
-)
 _REGION_EMPTY = re.compile(r"Start/End empty region (\d+)")
 _CALL = re.compile(r"inlined_call [^/]*/\* %(\S+) = ")
 _FILE = re.compile(
@@ -50,16 +44,6 @@ _PROGRAM = "TLP"
 
 # Steps of a kernel's grid, and how often its stretches run: see `visited_cycles`.
 Visits = tuple[int, Sequence[float]]
-
-
-@dataclass(frozen=True)
-class _Span:
-    first: int
-    last: int
-    trips: int | None
-
-    def holds(self, other: "_Span") -> bool:
-        return self != other and self.first <= other.first and other.last <= self.last
 
 
 def read_schedule(
@@ -106,7 +90,7 @@ def read_schedule(
 def count_calls(program: str) -> dict[str, int]:
     """Kernel -> how often the program calls it, loops counted."""
     bundles, markers = split_bundles(program)
-    weights = _weights(len(bundles), find_loops(bundles, markers))
+    weights = count_issues(len(bundles), find_loops(bundles, markers))
     calls: dict[str, int] = {}
     for text, weight in zip(bundles, weights, strict=True):
         for name in _CALL.findall(text):
@@ -120,7 +104,7 @@ def read_kernel(
     """Reads one kernel from the texts of its dumps, by the last part of their names."""
     bundles, markers = split_bundles(texts["final_bundles"])
     spans = find_loops(bundles, markers)
-    weights = _weights(len(bundles), spans)
+    weights = count_issues(len(bundles), spans)
     names, slots, rows = parse_utilization(
         texts.get("final_hlo-static-per-bundle-utilization", "")
     )
@@ -170,12 +154,6 @@ def read_kernel(
     )
 
 
-def count_cycles(text: str) -> int:
-    """Bundles times trips of one dump of a kernel."""
-    bundles, markers = split_bundles(text)
-    return sum(_weights(len(bundles), find_loops(bundles, markers)))
-
-
 def visited_cycles(text: str, steps: int, often: Sequence[float]) -> int:
     """Issue cycles of a kernel, where predicated code counts as often as it runs.
 
@@ -212,7 +190,7 @@ def visited_cycles(text: str, steps: int, often: Sequence[float]) -> int:
     return round(sum(weights))
 
 
-def _find_skips(bundles) -> list[_Span]:
+def _find_skips(bundles) -> list[Span]:
     """Stretches of code over which a branch may jump, but for bookkeeping."""
     ends = {
         region: i
@@ -221,90 +199,16 @@ def _find_skips(bundles) -> list[_Span]:
     }
     skips = []
     for i, bundle in enumerate(bundles):
-        for _, region in _BRANCH.findall(bundle):
+        for _, region in BRANCH.findall(bundle):
             first, last = i + BRANCH_DELAY + 1, ends.get(region, 0) - 1
             if last - first + 1 >= _BOOKKEEPING:
-                skips.append(_Span(first, last, None))
+                skips.append(Span(first, last, None))
     return skips
 
 
-def _is_guard(skip: _Span, loop: _Span) -> bool:
+def _is_guard(skip: Span, loop: Span) -> bool:
     before, behind = loop.first - skip.first, skip.last - loop.last
     return 0 <= before and 0 <= behind and before + behind < _BOOKKEEPING
-
-
-def split_bundles(text: str) -> tuple[list[str], list[str]]:
-    """The text and the marker ("LB", "PF", "", ...) of each bundle."""
-    bundles: list[str] = []
-    markers: list[str] = []
-    for line in text.splitlines():
-        match = _BUNDLE.match(line)
-        if match:
-            bundles.append(line)
-            markers.append(match[1] or "")
-        elif bundles:  # a comment that goes on
-            bundles[-1] += " " + line
-    return bundles, markers
-
-
-def find_loops(bundles: Sequence[str], markers: Sequence[str]) -> list[_Span]:
-    """The loops, outer ones before those inside them."""
-    headers: dict[str, int] = {}
-    loops: dict[int, _Span] = {}  # by header: the last branch back ends a loop
-    text = "\n".join(bundles)
-    for i, (bundle, marker) in enumerate(zip(bundles, markers, strict=True)):
-        if marker == "LB":
-            headers |= dict.fromkeys(_REGION_START.findall(bundle), i)
-        for predicate, region in _BRANCH.findall(bundle):
-            if region in headers:
-                last = min(i + BRANCH_DELAY, len(bundles) - 1)
-                first = headers[region]
-                loops[first] = _Span(first, last, _trips(text, predicate))
-    return sorted(loops.values(), key=lambda s: (s.first, -s.last))
-
-
-def _trips(text: str, predicate: str) -> int | None:
-    """Iterations of the loop that ends once `predicate` holds, if they are constant."""
-    test = _definition(
-        text, predicate, r"scmp\.(\w+)\.[su]32\.totalorder %(s\w+), (\d+)"
-    )
-    if test and test[1] == "eq" and test[3] == "0":
-        # XLA's while: its condition as a number, compared with 0.
-        number = test[2]
-        masked = _definition(text, number, r"sand\.u32 1, %(s\w+)")
-        chosen = _definition(
-            text,
-            masked[1] if masked else number,
-            r"scalar_select /\*predicate=\*/%(p\w+), /\*on_true=\*/1, "
-            r"/\*on_false=\*/0",
-        )
-        if chosen:
-            test = _definition(
-                text, chosen[1], r"scmp\.(lt)\.[su]32\.totalorder %(s\w+), (\d+)"
-            )
-    if not test or test[1] not in ("ge", "eq", "lt"):
-        return None
-    # The counter is `phi + step`, and the phi starts from a constant, unless either
-    # went through a spill slot: then it is taken to count from 0 by 1, as grids do.
-    start, step = 0, 1
-    add = _definition(text, test[2], r"sadd\.s32 (\d+), %(s\w+)")
-    if add:
-        step = int(add[1])
-        phi = _definition(text, add[2], r"sphi %(s\w+), ")
-        init = phi and _definition(text, phi[1], r"smov(?:\.u32)? (\d+)")
-        start = int(init[1]) if init else 0
-    trips = -((start - int(test[3])) // step)
-    return trips if trips > 0 else None
-
-
-def _definition(text: str, name: str, pattern: str) -> re.Match | None:
-    """The instruction that defines `name`, if it has this form. Predicates dropped."""
-    at = text.find(f"%{name} = ")
-    if at < 0:
-        return None
-    instruction = text[at : at + 300].split(";;")[0].split("\n")[0]
-    instruction = re.sub(r"\(!?%p\w+\),? ?", "", instruction)
-    return re.match(rf"%{name} = {pattern}", instruction)
 
 
 def parse_utilization(
@@ -317,15 +221,6 @@ def parse_utilization(
     names = tuple(name.strip() for name in lines[1].split(","))
     slots = tuple(int(n) for n in lines[2].split())
     return names, slots, [tuple(int(n) for n in line.split()) for line in lines[4:]]
-
-
-def _weights(count: int, spans: Sequence[_Span]) -> list[int]:
-    """How often each bundle issues."""
-    weights = [1] * count
-    for span in spans:
-        for i in range(span.first, span.last + 1):
-            weights[i] *= span.trips or 1
-    return weights
 
 
 def _lane(use: Sequence[float]) -> tuple[float, ...]:

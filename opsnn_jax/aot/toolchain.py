@@ -10,11 +10,13 @@ class MissingToolchain(RuntimeError):
     """The compiler for a target is not installed. The message says what to install."""
 
 
+# What sends functions and prints reports: asked for before the minutes of a compiler.
+_TOOLS = ("cloudpickle", "rich")
+
 # platform -> importable module -> distribution that brings it.
-_NEEDED = {
-    "tpu": {"cloudpickle": "cloudpickle", "libtpu": "libtpu"},
+_COMPILERS = {
+    "tpu": {"libtpu": "libtpu"},
     "cuda": {
-        "cloudpickle": "cloudpickle",
         "jax_cuda13_plugin": "jax-cuda13-plugin",
         "jax_plugins.xla_cuda13": "jax-cuda13-pjrt",
         "nvidia.cu13": "nvidia-cuda-nvcc",
@@ -24,17 +26,14 @@ _NEEDED = {
 
 def require_toolchain(target: Target) -> None:
     """Raises MissingToolchain, in one line, where `target` cannot be compiled for."""
-    missing = [d for m, d in _NEEDED[target.platform].items() if not _importable(m)]
+    needed = {name: name for name in _TOOLS} | _COMPILERS[target.platform]
+    missing = [d for m, d in needed.items() if not _importable(m)]
     if not missing:
         return
     if target.platform == "tpu":
         install = "pip install 'opsnn-jax[aot]'"
     else:
-        version = metadata.version("jax")
-        install = (
-            f"pip install cloudpickle jax-cuda13-plugin=={version} "
-            f"jax-cuda13-pjrt=={version} nvidia-cuda-nvcc nvidia-nvvm (0.7 GB)"
-        )
+        install = "pip install 'opsnn-jax[aot-gpu]' (0.7 GB)"
     raise MissingToolchain(
         f"compile: target {target.name} needs {', '.join(missing)}. Run: {install}"
     )
@@ -42,8 +41,7 @@ def require_toolchain(target: Target) -> None:
 
 def toolchain_versions(target: Target) -> dict[str, str]:
     """The versions that decide what code comes out."""
-    names = ["jax", "jaxlib", *_NEEDED[target.platform].values()]
-    names.remove("cloudpickle")
+    names = ("jax", "jaxlib", *_COMPILERS[target.platform].values())
     return {name: metadata.version(name) for name in names}
 
 

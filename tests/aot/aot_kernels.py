@@ -55,11 +55,25 @@ def double(x):
     return pl.pallas_call(_double_kernel, out_shape=shape, name="double")(x)
 
 
+def _sort_kernel(x_ref, o_ref):
+    o_ref[...] = jnp.sort(x_ref[...], axis=0)
+
+
+def sort(x):
+    """What Pallas cannot lower for a TPU."""
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(_sort_kernel, out_shape=shape)(x)
+
+
 def device_kind(x):
     """Its output's length tells which device Pallas believes it compiles for."""
     from jax.experimental.pallas import tpu as pltpu
 
     return jnp.zeros(pltpu.get_tpu_info().mxu_column_size) + x
+
+
+def fails(x, y):
+    raise AssertionError("odd")
 
 
 def abort(x):

@@ -12,6 +12,15 @@ from opsnn_jax.aot.targets import get_target
 
 SPECS = ["--shape", "128x128:f32", "--shape", "128x128:f32"]
 
+IMAGE = ["--shape", "1x8x8x3:f32", "--shape", "3x3x3x4:f32"]
+
+# Modules that cannot be imported.
+MODULES = {
+    "broken_import": "def f(x): return x\n\n1 / 0\n",
+    "broken_syntax": "def f(x) return x\n",
+    "exits": "import sys\nsys.exit(3)\n",
+}
+
 
 def run(*argv):
     parser = argparse.ArgumentParser()
@@ -26,6 +35,8 @@ def run(*argv):
         ("7:i8", (7,), jnp.int8),
         (":f32", (), jnp.float32),
         ("2x0:float16", (2, 0), jnp.float16),
+        ("8:int4", (8,), jnp.int4),
+        ("8:bool", (8,), jnp.bool),
     ],
 )
 def test_shape(text, shape, dtype):
@@ -35,6 +46,13 @@ def test_shape(text, shape, dtype):
 
 @pytest.mark.parametrize("text", ["8x8", "8xf32", "8x8:half8", "", "-1x2:f32"])
 def test_bad_shape(text):
+    with pytest.raises(ValueError, match="--shape must be like"):
+        command.parse_shape(text)
+
+
+@pytest.mark.parametrize("dtype", ["str", "object", "datetime64", "longdouble"])
+def test_dtypes_that_only_numpy_has(dtype):
+    text = f"8:{dtype}"
     with pytest.raises(ValueError, match="--shape must be like"):
         command.parse_shape(text)
 
@@ -57,13 +75,27 @@ def test_functions_are_found_and_bound():
     [
         (["no_such_op", *SPECS], "expected an op of opsnn_jax or module:function"),
         (["no.module:f", *SPECS], "no.module:f"),
+        ([":f", *SPECS], "compile: expected an op"),
+        ([".relative:f", *SPECS], "compile: expected an op"),
+        (["broken_import:f", *SPECS], "ZeroDivisionError"),
+        (["broken_import:f", *SPECS], "broken_import.py:3)"),
+        (["broken_syntax:f", *SPECS], "broken_syntax.py, line 1)"),
+        (["exits:f", *SPECS], "SystemExit"),
+        (["jax.numpy:dot", "--shape", "8:f64"], "Set JAX_ENABLE_X64=1"),
+        (["jax.numpy:dot", *SPECS, "--html", "."], "got the folder '.'"),
+        (["jax.numpy:dot", *SPECS, "--html", ""], "got the folder '.'"),
         (["jax:__version__", *SPECS], "is not a function"),
         (["jax.numpy:dot", *SPECS, "--target", "tpu-v9"], "target must be one of"),
         (["jax.numpy:dot", "--shape", "8"], "--shape"),
         (["jax.numpy:dot", *SPECS, "--html", "no/such/folder/page"], "--html"),
     ],
 )
-def test_requests_that_cannot_be_carried_out_exit_with_2(argv, message, capsys):
+def test_requests_that_cannot_be_carried_out_exit_with_2(
+    argv, message, capsys, tmp_path, monkeypatch
+):
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
     assert run(*argv) == 2
     said = capsys.readouterr().err
     assert message in said
@@ -74,7 +106,7 @@ def test_requests_that_cannot_be_carried_out_exit_with_2(argv, message, capsys):
     "target, words",
     [
         ("tpu-v5e", ["libtpu", "pip install 'opsnn-jax[aot]'"]),
-        ("h200", ["jax-cuda13-plugin==", "nvidia-nvvm"]),
+        ("h200", ["rich", "jax-cuda13-plugin", "pip install 'opsnn-jax[aot-gpu]'"]),
     ],
 )
 def test_a_missing_toolchain_is_one_line_and_exits_with_2(
@@ -121,6 +153,21 @@ class TestCompiling:
         argv = ["--shape", "8192x2048:f32"]
         assert run("aot_kernels:double", *argv) == 1
         assert "refused (compile)" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "argv, message",
+        [
+            (["conv2d"], "missing 2 required positional arguments"),
+            (["conv2d", *IMAGE, "--option", "mdoe=3"], "unexpected keyword"),
+            (["conv2d@nope", *IMAGE], "implementation must be"),
+            (["aot_kernels:fails", *SPECS, "--vjp"], "AssertionError: odd"),
+        ],
+    )
+    def test_what_no_compiler_saw_exits_with_2(self, argv, message, capsys):
+        assert run(*argv) == 2
+        said = " ".join(capsys.readouterr().out.split())
+        assert "cannot be traced" in said
+        assert message in said
 
     def test_backward(self, capsys):
         assert run("jax.numpy:dot", *SPECS, "--vjp", "--json") == 0

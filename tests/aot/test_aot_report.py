@@ -9,13 +9,15 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
+import jax
 import pytest
 from rich.console import Console
 
 from opsnn_jax.aot import figures
-from opsnn_jax.aot.compile import _name_of, meaningful
+from opsnn_jax.aot.child import count_mosaic
+from opsnn_jax.aot.compile import _name_of, _notes
 from opsnn_jax.aot.page import render_page
-from opsnn_jax.aot.ptxas import parse_ptxas
+from opsnn_jax.aot.ptxas import parse_ptxas, read_kernels
 from opsnn_jax.aot.report import (
     GpuKernel,
     Kernel,
@@ -30,6 +32,7 @@ from opsnn_jax.aot.report import (
 from opsnn_jax.aot.roofline import choose_rate, find_roofline
 from opsnn_jax.aot.table import print_reports
 from opsnn_jax.aot.targets import TARGETS, get_target
+from opsnn_jax.aot.words import death, diagnostics, meaningful, raised_in
 
 MEMORY = Memory(arguments=1000, outputs=500, temporaries=200, aliased=100)
 KERNEL = Kernel(
@@ -79,7 +82,7 @@ GPU = dataclasses.replace(
     schedule=None,
     flops=None,
     bytes=None,
-    roofline=Roofline("float32", 0.0, 2e-6, 5e-6, None),
+    roofline=Roofline("float32", None, 2e-6, 5e-6, None),
     gpu_kernels=(GpuKernel("k", 255, 16, 8, 4096),),
 )
 
@@ -140,7 +143,7 @@ def test_roofline_of_a_tpu():
 
 def test_roofline_of_a_gpu_without_known_cost():
     roof = find_roofline(get_target("h200"), "float32", None, None, MEMORY, 3, None)
-    assert (roof.schedule, roof.gap, roof.compute) == (None, None, 0.0)
+    assert (roof.schedule, roof.gap, roof.compute) == (None, None, None)
     assert roof.launch == pytest.approx(3 * 2e-6)
     assert roof.memory == pytest.approx(1400 / 4.8e12)
 
@@ -179,10 +182,37 @@ def test_table():
     assert re.search(r"issue cycles +│ +3,000", text)
     assert "2 us, bound by memory" in text
     assert "refused (compile)" in text
+    assert "cannot be traced" in printed(dataclasses.replace(BAD, stage="trace"))
     assert "RESOURCE_EXHAUSTED: vmem & <more>" in text
     assert "5 trips" in text and "? trips" in text
     assert "note: a note" in text
-    assert re.search(r"matmul<1> +│ +3 │ +100 │ +1,000 │ +50 │ +50% │", text)
+    assert re.search(r"matmul<1> +│ +3 │ +100 │ +1,000 │ +50 │ +40 │ +20\n", text)
+    assert re.search(r"matmul<1> +│ +50% │", text)
+
+
+@pytest.mark.parametrize("beside", [1, 2, 5])
+def test_eighty_characters_cut_nothing(beside):
+    names = ("MATMUL", "MATPUSH", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
+    numbers = dict(
+        calls=12_345, bundles=654_321, cycles=987_654, stalls=876_543, fills=765_432
+    )
+    kernel = dataclasses.replace(
+        KERNEL,
+        name="broadcast_multiply_reduce_fusion.12.clone",
+        units=tuple(Unit(name, 1, 987_654) for name in names),
+        **numbers,
+    )
+    schedule = dataclasses.replace(SCHEDULE, kernels=(kernel,))
+    name = "flash_attention@pallas_tpu vjp"
+    report = dataclasses.replace(GOOD, name=name, schedule=schedule)
+    out = io.StringIO()
+    print_reports([report] * beside, Console(file=out, width=80))
+    text = out.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(name in text for name in (*names, *numbers))
+    assert all(f"{number:,}" in text for number in numbers.values())
+    assert text.count("issue cycles") == -(-beside // 2)
 
 
 def test_what_is_compiled_has_the_name_of_the_function():
@@ -198,6 +228,17 @@ def test_table_of_a_gpu():
     text = printed(GPU)
     assert "255 registers, 24 B of spills, 4 KiB of shared memory" in text
     assert re.search(r"flops +│ +\?", text)
+
+
+def test_a_bound_that_is_not_known_is_left_out():
+    text, page = printed(GPU), render_page([GPU])
+    assert "5 us, bound by launch; compute is not known" in text
+    assert "compute bound" not in text + page
+    assert "Roofline without compute" in page
+    assert ">compute</text>" not in page and ">memory</text>" in page
+    # Beside one whose bound is known, the cell is empty.
+    assert re.search(r"compute bound +│ +1 us at bfloat16 │ +\n", printed(GOOD, GPU))
+    assert json.loads(GPU.to_json())["roofline"]["compute"] is None
 
 
 class _Checker(HTMLParser):
@@ -232,6 +273,11 @@ def test_page_is_well_formed_and_self_contained():
     assert page.count('class="loop"') == 2
 
 
+def test_page_explains_schedules_only_where_there_is_one():
+    assert "predicated code counts" in render_page([GPU, GOOD])
+    assert "predicated code counts" not in render_page([GPU])
+
+
 def test_page_draws_the_use_to_scale():
     page = render_page([GOOD])
     path = re.search(r'class="mxu" d="M92 (\d+)(.*?)Z"', page)
@@ -255,6 +301,36 @@ def test_meaningful_lines():
     assert len(lines) == 8
 
 
+def test_diagnostics_of_the_compiler():
+    said = """
+W0000 00:00:00.000000 1 log.cc:1] error rates are high
+loc("good"("k.py":6:11)): error: 'nvvm.cp' op is not supported on sm_80
+loc("good"("k.py":6:11)): error: 'nvvm.cp' op is not supported on sm_80
+loc("good"("k.py":6:11)): note: see current operation
+k.py:7:1: error: told already
+"""
+    (line,) = diagnostics(said, "INTERNAL: told already").splitlines()
+    assert line.endswith("error: 'nvvm.cp' op is not supported on sm_80")
+
+
+def test_the_last_words_of_a_process():
+    said = death(-6, "much\nF0101 1 a.cc:1] Check failed: x\nmore")
+    assert said.splitlines()[0] == "the compiler died of SIGABRT"
+    assert said.splitlines()[1].startswith("F0101")
+    assert death(3, "bye") == "the compiler exited with 3\nbye"
+
+
+def test_where_an_error_was_raised():
+    def leaf(x):
+        return {}["nokey"]
+
+    with pytest.raises(KeyError) as caught:
+        jax.eval_shape(leaf, 1.0)
+    where = raised_in(caught.tb)
+    assert re.fullmatch(r"in leaf, .*test_aot_report\.py:\d+", where)
+    assert raised_in(caught.tb, besides=[__file__]) == ""
+
+
 def test_ptxas_output():
     said = """
 ptxas info    : 0 bytes gmem
@@ -270,6 +346,23 @@ ptxas info    : Used 12 registers, used 0 barriers
         GpuKernel("a", 255, 16, 24, 4096),
         GpuKernel("b", 12, 0, 0, 0),
     ]
+
+
+@pytest.mark.parametrize("config", ['{kernel_hash = "a, b", x = 1}', "{x = 1}"])
+def test_kernels_of_mosaic_are_counted(config):
+    call = f'custom-call(%x), custom_call_target="mosaic_gpu_v2", config={config}'
+    text = f"%a = {call}\n%b = {call}\n%c = custom-call(%x), target=other\n"
+    assert count_mosaic(text) == 1
+    other = call.replace("a, b", "c").replace("x = 1", "x = 2")
+    assert count_mosaic(f"{text}%d = {other}\n") == (2 if "hash" in config else 1)
+
+
+def test_kernels_without_ptx_are_not_0(tmp_path):
+    assert read_kernels(tmp_path, get_target("h200"), mosaic=2) == ((), 2)
+    notes = _notes({"flops": 1.0, "loops": False}, get_target("h200"), None, 2, {})
+    assert "ptxas told nothing of 2 kernel(s)" in " ".join(notes)
+    unknown = dataclasses.replace(GPU.gpu_kernels[0], shared_memory=None)
+    assert "? of shared memory" in figures.gpu_kernel(unknown)
 
 
 def test_importing_the_package_imports_nothing_heavy():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import threading
 
 import aot_kernels as kernels
@@ -44,6 +45,18 @@ def test_a_kernel_without_cost_estimate_is_pointed_out():
     f = functools.partial(kernels.product, costed=False)
     report = compile_for(f, spec(128, 128), spec(128, 128), target="tpu-v5e")
     assert "cost_estimate" in report.notes[0]
+    assert "roofline is without compute" in report.notes[0]
+    # XLA counted nothing; that is no 0.
+    assert report.flops is report.bytes is report.roofline.compute is None
+
+
+def test_what_xla_counts_beside_a_kernel_without_cost_estimate_is_kept():
+    def f(x, y):
+        return kernels.product(x, y, costed=False) @ y
+
+    report = compile_for(f, spec(128, 128), spec(128, 128), target="tpu-v5e")
+    assert report.flops >= 2 * 128**3
+    assert "compute bound is too low" in report.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +158,19 @@ def test_an_error_of_the_function_is_reported():
     report = compile_for(kernels.matmul, spec(2, 3), spec(2, 3), target="tpu-v5e")
     assert (report.ok, report.stage) == (False, "trace")
     assert report.error.startswith("TypeError")
+    assert re.search(r"\nin matmul, .*aot_kernels\.py:\d+$", report.error)
+
+
+def test_what_pallas_cannot_lower_is_a_refusal():
+    report = compile_for(kernels.sort, spec(8, 128), target="tpu-v5e")
+    assert (report.ok, report.stage) == (False, "lower")
+    assert "sort" in report.error
+
+
+def test_a_backward_pass_is_traced_for_the_target():
+    # `device_kind` asks Pallas for the device, and there is none in this process.
+    report = compile_for(kernels.device_kind, spec(), target="tpu-v6e", vjp=True)
+    assert report.ok, report.error
 
 
 def test_a_crash_is_reported():
@@ -174,6 +200,30 @@ def test_arguments_without_shape_are_refused():
         compile_for(kernels.matmul, spec(2, 2), 3.0, target="tpu-v5e")
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+def test_64_bits_are_not_narrowed_silently(dtype):
+    with pytest.raises(ValueError, match=r"argument \[0\].*JAX_ENABLE_X64=1"):
+        compile_for(kernels.matmul, spec(2, dtype=dtype), spec(2), target="tpu-v5e")
+
+
+def test_keys_and_64_bits_compile():
+    def f(key, x):
+        return jax.random.uniform(key) + x
+
+    key = jax.eval_shape(jax.random.key, 0)
+    assert compile_for(f, key, spec(2), target="tpu-v5e").ok
+    with jax.enable_x64(True):
+        report = compile_for(f, key, spec(2, dtype="float64"), target="tpu-v5e")
+    assert report.ok, report.error
+    assert report.memory.outputs >= 2 * 8
+
+
+def test_visits_of_no_kernel_are_pointed_out():
+    f, x = kernels.matmul, spec(128, 128)
+    report = compile_for(f, x, x, target="tpu-v5e", visits={"nokernel": (1, ())})
+    assert "visits names kernels that were not found: nokernel." in report.notes
+
+
 def test_the_callers_environment_is_left_alone(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag")
     assert compile_for(kernels.matmul, spec(8, 8), spec(8, 8), target="tpu-v5e").ok
@@ -198,6 +248,27 @@ def test_gpu_triton(compiles_for, target):
     (kernel,) = report.gpu_kernels
     assert kernel.name == "triton_product"
     assert 16 < kernel.registers <= 255
+
+
+def test_gpu_mosaic_is_read_too(compiles_for):
+    compiles_for("h200")
+    report = compile_for(kernels.double, spec(64, 128), target="h200")
+    assert report.ok, report.error
+    (kernel,) = report.gpu_kernels
+    assert kernel.name == "double_0"
+    assert 16 < kernel.registers <= 255
+    # The block, read and written.
+    assert kernel.shared_memory >= 4 * 64 * 128
+    assert report.gpu_unread == 0
+
+
+def test_gpu_refusal_is_told_with_the_compilers_reason(compiles_for):
+    compiles_for("a100")
+    # The bulk copies of Mosaic GPU begin with Hopper.
+    report = compile_for(kernels.double, spec(64, 128), target="a100")
+    assert not report.ok
+    assert "not supported on sm_80" in report.error
+    assert "aot_kernels.py" in report.error
 
 
 def test_gpu_refuses_too_much_shared_memory(compiles_for):

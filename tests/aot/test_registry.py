@@ -1,5 +1,6 @@
 """The registry, the baseline, and all registered kernels against it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from opsnn_jax.aot import baseline
 from opsnn_jax.aot.baseline import Figure, compare, measure
 from opsnn_jax.aot.cases import KERNELS
 from opsnn_jax.aot.registry import KernelCase, Registry
+from opsnn_jax.aot.report import Report
 from opsnn_jax.aot.targets import get_target
 
 FILE = Path(__file__).parents[2] / baseline.BASELINE
@@ -35,6 +37,7 @@ def test_no_kernel_got_worse(case, target, compiles_for):
     compiles_for(target)
     report, figure = measure(case, target)
     assert report.ok, f"{case.name} for {target}: {report.error}"
+    assert figure is not None, report.notes
     committed = baseline.read(FILE)
     if case is PRODUCT:
         committed = {figure.key: dict(figure.costs)}
@@ -74,6 +77,19 @@ def test_stalls_cannot_be_traded_for_issue_cycles():
 def test_the_first_spill_fails():
     new = Figure("op", "a100", "c", {"spilled_bytes": 4})
     assert "now 4" in compare(new, {new.key: {"spilled_bytes": 0}})
+
+
+def test_what_is_not_known_is_not_0(monkeypatch):
+    new = Figure("op", "a100", "c", {})
+    assert "now unknown" in compare(new, {new.key: {"spilled_bytes": 0}})
+    report = Report(
+        "op", "h200", True, "done", "", {"jaxlib": "1"}, gpu_unread=1, notes=("why",)
+    )
+    monkeypatch.setattr(baseline, "compile_for", lambda *_, **__: report)
+    assert measure(PRODUCT, "h200") == (report, None)
+    # A TPU without a schedule has no spills of a GPU.
+    report = dataclasses.replace(report, target="tpu-v5e", gpu_unread=0)
+    assert measure(PRODUCT, "tpu-v5e") == (report, None)
 
 
 def test_cases_that_are_none(capsys):

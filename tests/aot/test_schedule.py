@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from opsnn_jax.aot.bundles import count_cycles, find_loops, split_bundles
 from opsnn_jax.aot.schedule import (
     count_calls,
-    count_cycles,
-    find_loops,
     parse_utilization,
     read_kernel,
     read_schedule,
-    split_bundles,
     visited_cycles,
 )
 
