@@ -27,6 +27,11 @@ def is_differentiable(leaf: Any) -> bool:
     return is_array(leaf) and is_float(leaf)
 
 
+def as_jax(leaf: Any) -> Any:
+    """A floating-point array as JAX holds it: float64 only where x64 is enabled."""
+    return jnp.asarray(leaf) if is_differentiable(leaf) else leaf
+
+
 class Arguments:
     """Positional arguments of one call, split into differentiable leaves and the rest.
 
@@ -70,6 +75,17 @@ def random_like(rng: np.random.Generator, leaf: Any) -> np.ndarray:
     if is_float(leaf):
         return rng.standard_normal(leaf.shape).astype(leaf.dtype)
     return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; with its kind where the text alone says little.
+
+    The text of a KeyError is the key, and that of a failed assert often nothing.
+    """
+    text = str(error).strip().split("\n")[0]
+    if isinstance(error, (TypeError, ValueError, NotImplementedError)) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _parameter_names(op, count):
