@@ -29,7 +29,36 @@ def is_differentiable(leaf: Any) -> bool:
 
 def as_jax(leaf: Any) -> Any:
     """A floating-point array as JAX holds it: float64 only where x64 is enabled."""
-    return jnp.asarray(leaf) if is_differentiable(leaf) else leaf
+    if not is_differentiable(leaf):
+        return leaf
+    return jnp.asarray(leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)))
+
+
+def refuse_complex(who: str, tree: Any) -> None:
+    """Raises ValueError if a leaf is complex: its errors and derivatives are not ours.
+
+    Args:
+      who: the check that was called, for the message.
+      tree: arguments or outputs, or their shapes and dtypes.
+    """
+    for leaf in jax.tree.leaves(tree):
+        dtype = getattr(leaf, "dtype", type(leaf))
+        if dtype is complex or jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{who}: arguments and outputs must be real, or integers; got "
+                f"{getattr(dtype, 'name', 'complex')}. Wrap the function in one that "
+                "takes and returns the real and imaginary parts as arrays of their own."
+            )
+
+
+def refuse_missing_dtype(who: str, dtype: Any) -> None:
+    """Raises ValueError for a dtype of which JAX now makes another one."""
+    found = jax.dtypes.canonicalize_dtype(dtype)
+    if found != jnp.dtype(dtype):
+        raise ValueError(
+            f"{who}: {jnp.dtype(dtype)} must be enabled, or JAX computes in {found}; "
+            "call it in jax.enable_x64(True)."
+        )
 
 
 class Arguments:

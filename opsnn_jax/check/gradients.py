@@ -18,7 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from .arguments import Arguments, as_jax, first_line, op_name, random_like
+from .arguments import (
+    Arguments,
+    as_jax,
+    first_line,
+    is_float,
+    op_name,
+    random_like,
+    refuse_complex,
+)
 from .directional import Point, narrowest
 from .float64 import refusal, widen
 from .gradient_report import GradientReport, GradientRow
@@ -59,7 +67,8 @@ def check_grads(
       in which nothing could be compared is not ok.
 
     Raises:
-      ValueError: for an unknown mode or order, or no floating-point argument.
+      ValueError: for an unknown mode or order, for complex numbers, or where no
+        argument or no output is a floating-point array.
 
     Precision: float64 where the op computes in it throughout, else the op's own dtype,
       with the rounding error that is measured there.
@@ -78,6 +87,7 @@ def check_grads(
             f"check_grads: modes must be some of {_MODES}; got {tuple(modes)}."
         )
     options = dict(options or {})
+    refuse_complex("check_grads", args)
     given = Arguments(op, args)
     if not given.leaves:
         raise ValueError(
@@ -157,8 +167,17 @@ def _as_called(op, args, options, modes, seed) -> list[GradientRow]:
     f = given.function(op, options)
     try:
         out = jax.eval_shape(f, *given.leaves)
-        if "vjp" not in modes:
-            return []
+    except Exception as error:
+        return [GradientRow(1, "all", "cotangent", "refused", note=first_line(error))]
+    refuse_complex("check_grads", out)
+    if not any(is_float(y) for y in jax.tree.leaves(out)):
+        raise ValueError(
+            f"check_grads: {op_name(op)} must return a floating-point array, or it has "
+            f"no derivative; got {jax.tree.map(lambda y: y.dtype.name, out)}."
+        )
+    if "vjp" not in modes:
+        return []
+    try:
         dy = jax.tree.map(lambda y: random_like(rng, y), out)
         cotangents = jax.eval_shape(lambda *x: jax.vjp(f, *x)[1](dy), *given.leaves)
     except Exception as error:
