@@ -21,7 +21,8 @@ hypothesis are in `opsnn_jax.check.strategies`, the library's own cases in
 """
 
 from .compare import Comparison, assert_close, compare
-from .contract import OpCase, Report, check_op
+from .contract import OpCase, check_op
+from .contract_report import Report
 from .frameworks import compare_frameworks
 from .gradient_report import GradientReport
 from .gradients import check_grads
