@@ -29,8 +29,8 @@ from .gradients import check_grads
 from .layers import LayerReport, layerwise
 from .levels import LEVELS, Limits
 from .precision import PrecisionReport, precision_sweep
-from .reproducer import load_arguments
 from .sensitivity import SensitivityReport, sensitivity
+from .stored_call import load_arguments, load_options
 
 __all__ = [
     "LEVELS",
@@ -49,6 +49,7 @@ __all__ = [
     "compare_frameworks",
     "layerwise",
     "load_arguments",
+    "load_options",
     "precision_sweep",
     "sensitivity",
 ]

@@ -58,7 +58,8 @@ def check_grads(
       directions: how many random directions for each argument; with more than one
         argument, one more in which all move together.
       seed: of the directions and cotangents.
-      repro: folder for a reproducer of a failure, or None for none.
+      repro: folder for a reproducer of a failure, or None for none. Where it cannot be
+        written, the report has a note that says why.
 
     Returns:
       A `GradientReport`. Where the op has a kink, as relu has at 0, vjp and jvp are
@@ -118,24 +119,24 @@ def check_grads(
         report = replace(report, notes=(*report.notes, note))
     if not report.failures or repro is None:
         return report
+    settings = dict(modes=tuple(modes), order=order, directions=directions, seed=seed)
     first = report.failures[0]
-    place = write_reproducer(
-        repro,
-        op,
-        args,
-        options,
-        check="check_grads",
-        settings=dict(
-            modes=tuple(modes),
-            order=order,
-            directions=directions,
-            seed=seed,
-            repro=None,
-        ),
-        headline=f"{report.op}: derivative in {first.argument}, {first.check}: "
-        f"{first.note or 'disagrees with the finite difference'}.",
-    )
-    return GradientReport(report.op, name, report.rows, report.notes, place)
+    try:
+        place = write_reproducer(
+            repro,
+            op,
+            args,
+            options,
+            check="check_grads",
+            settings=settings | {"repro": None},
+            headline=f"{report.op}: derivative in {first.argument}, {first.check}: "
+            f"{first.note or 'disagrees with the finite difference'}.",
+        )
+    except Exception as error:
+        # What was found is worth more than what could not be kept of it.
+        note = f"No reproducer was written: {first_line(error)}"
+        return replace(report, notes=(*report.notes, note))
+    return replace(report, reproducer=place)
 
 
 def _precision(dtype) -> AbstractContextManager:
