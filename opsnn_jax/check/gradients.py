@@ -68,8 +68,8 @@ def check_grads(
       in which nothing could be compared is not ok.
 
     Raises:
-      ValueError: for an unknown mode or order, for complex numbers, or where no
-        argument or no output is a floating-point array.
+      ValueError: for an unknown mode or order, no directions, complex numbers, or where
+        no argument or no output is a floating-point array.
 
     Precision: float64 where the op computes in it throughout, else the op's own dtype,
       with the rounding error that is measured there.
@@ -86,6 +86,10 @@ def check_grads(
     if unknown or not modes:
         raise ValueError(
             f"check_grads: modes must be some of {_MODES}; got {tuple(modes)}."
+        )
+    if directions < 1:
+        raise ValueError(
+            f"check_grads: directions must be 1 or more; got {directions}."
         )
     options = dict(options or {})
     refuse_complex("check_grads", args)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from .arguments import is_differentiable, random_like
+from .arguments import is_differentiable, random_like, refuse_complex
 from .layer_report import LayerReport, LayerRow
 
 # How many roundings of its output one layer may add, by root mean square. A layer makes
@@ -98,7 +98,7 @@ def layerwise(
       ImportError: without flax.
       TypeError: if the model is no flax module.
       ValueError: if the two ways call different layers, or one sets a field that no
-        module of the model has.
+        module of the model has; for complex inputs or outputs.
     """
     if _is_linen(model):
         from .layers_linen import Runner
@@ -165,7 +165,9 @@ def _run(runner, inputs, name, way, seed) -> _Run:
         found.update(tape.fields)
         return out, tape.outputs
 
-    _, shapes = jax.eval_shape(lambda p: forward(p, None), runner.params)
+    refuse_complex("layerwise", inputs)
+    result, shapes = jax.eval_shape(lambda p: forward(p, None), runner.params)
+    refuse_complex("layerwise", result)
     missing = [field for field in fields if field not in found]
     if missing:
         raise ValueError(

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from opsnn_jax.check import assert_close, check_grads, compare, sensitivity
+from opsnn_jax.check import (
+    assert_close,
+    check_grads,
+    compare,
+    precision_sweep,
+    sensitivity,
+)
 
 
 def _complex(x):
@@ -69,8 +75,9 @@ def test_complex_numbers_are_refused_in_one_sentence(key, call):
     ]:
         with pytest.raises(ValueError, match="got complex64. Wrap the function"):
             call(f, *args)
-        with pytest.raises(ValueError, match="sensitivity: .* got complex64"):
-            sensitivity(f, *args)
+        for other in (sensitivity, precision_sweep):
+            with pytest.raises(ValueError, match=f"{other.__name__}: .* got complex64"):
+                other(f, *args)
 
 
 def test_op_without_a_floating_output_has_no_derivative(key):

@@ -219,6 +219,7 @@ def test_results_are_readable_by_machine_and_person(key):
     "how, text",
     [
         ({"order": 3}, "order must be 1 or 2"),
+        ({"directions": 0}, "directions must be 1 or more"),
         ({"modes": ("adjoint",)}, "modes must be"),
     ],
 )

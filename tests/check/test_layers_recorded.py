@@ -123,3 +123,13 @@ def test_without_flax_it_says_what_to_install(monkeypatch, x):
     monkeypatch.setitem(sys.modules, "flax.linen", None)
     with pytest.raises(ImportError, match="layerwise needs flax: pip install flax"):
         layerwise(object(), None, x)
+
+
+def test_complex_output_is_refused(key, x):
+    class Spectrum(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.fft.fft(nn.Dense(3)(x))
+
+    with pytest.raises(ValueError, match="layerwise: .* got complex64"):
+        layerwise(Spectrum(), Spectrum().init(key, x), x)
