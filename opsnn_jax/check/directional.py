@@ -178,11 +178,11 @@ class Point:
         difference = slope.central.value
         # A difference that could not be had says nothing about the derivative's size.
         seen = difference if math.isfinite(difference) else 0.0
-        derivative = max(abs(seen), *map(abs, values.values()))
+        largest = max(abs(seen), *map(abs, values.values()))
         # Relative rounding, as measured where it is more than that of the dtype; and
         # what it makes of the derivative: each of its terms is rounded.
         eps = max(self.eps, slope.noise / size if size else 0.0)
-        rounding = _ROUNDINGS * eps * max(terms, derivative)
+        rounding = _ROUNDINGS * eps * max(terms, largest)
         tolerance = rounding + _SAFETY * slope.central.error
         row = replace(row, difference=difference, tolerance=tolerance)
         if len(values) == 2:
@@ -205,8 +205,8 @@ class Point:
             off = abs(values[wrong[0]] - difference)
             note = f"{' and '.join(wrong)} off by {off:.2g}"
             return replace(row, status="fail", note=note)
-        constant = derivative == 0 or tolerance <= _ZERO * size / scale
-        if tolerance > _HIDDEN * derivative and not constant:
+        constant = largest == 0 or tolerance <= _ZERO * size / scale
+        if tolerance > _HIDDEN * largest and not constant:
             note = f"the difference is uncertain by {tolerance:.1g}"
             if eps > 4 * self.eps:
                 note += f", as the values scatter by {eps:.1g}"
