@@ -101,6 +101,8 @@ def random_like(rng: np.random.Generator, leaf: Any) -> np.ndarray:
 
     An output of integers has the cotangent dtype float0, of which there is one value.
     """
+    if isinstance(leaf, (bool, int, float)):  # as JAX would return them
+        leaf = jnp.asarray(leaf)
     if is_float(leaf):
         return rng.standard_normal(leaf.shape).astype(leaf.dtype)
     return np.zeros(leaf.shape, jax.dtypes.float0)
