@@ -21,15 +21,16 @@ hypothesis are in `opsnn_jax.check.strategies`, the library's own cases in
 """
 
 from .compare import Comparison, assert_close, compare
-from .contract import OpCase, Report, check_op
+from .contract import OpCase, check_op
+from .contract_report import Report
 from .frameworks import compare_frameworks
 from .gradient_report import GradientReport
 from .gradients import check_grads
 from .layers import LayerReport, layerwise
 from .levels import LEVELS, Limits
 from .precision import PrecisionReport, precision_sweep
-from .reproducer import load_arguments
 from .sensitivity import SensitivityReport, sensitivity
+from .stored_call import load_arguments, load_options
 
 __all__ = [
     "LEVELS",
@@ -48,6 +49,7 @@ __all__ = [
     "compare_frameworks",
     "layerwise",
     "load_arguments",
+    "load_options",
     "precision_sweep",
     "sensitivity",
 ]

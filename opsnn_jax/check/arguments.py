@@ -27,6 +27,40 @@ def is_differentiable(leaf: Any) -> bool:
     return is_array(leaf) and is_float(leaf)
 
 
+def as_jax(leaf: Any) -> Any:
+    """A floating-point array as JAX holds it: float64 only where x64 is enabled."""
+    if not is_differentiable(leaf):
+        return leaf
+    return jnp.asarray(leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)))
+
+
+def refuse_complex(who: str, tree: Any) -> None:
+    """Raises ValueError if a leaf is complex: its errors and derivatives are not ours.
+
+    Args:
+      who: the check that was called, for the message.
+      tree: arguments or outputs, or their shapes and dtypes.
+    """
+    for leaf in jax.tree.leaves(tree):
+        dtype = getattr(leaf, "dtype", type(leaf))
+        if dtype is complex or jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{who}: arguments and outputs must be real, or integers; got "
+                f"{getattr(dtype, 'name', 'complex')}. Wrap the function in one that "
+                "takes and returns the real and imaginary parts as arrays of their own."
+            )
+
+
+def refuse_missing_dtype(who: str, dtype: Any) -> None:
+    """Raises ValueError for a dtype of which JAX now makes another one."""
+    found = jax.dtypes.canonicalize_dtype(dtype)
+    if found != jnp.dtype(dtype):
+        raise ValueError(
+            f"{who}: {jnp.dtype(dtype)} must be enabled, or JAX computes in {found}; "
+            "call it in jax.enable_x64(True)."
+        )
+
+
 class Arguments:
     """Positional arguments of one call, split into differentiable leaves and the rest.
 
@@ -67,9 +101,22 @@ def random_like(rng: np.random.Generator, leaf: Any) -> np.ndarray:
 
     An output of integers has the cotangent dtype float0, of which there is one value.
     """
+    if isinstance(leaf, (bool, int, float)):  # as JAX would return them
+        leaf = jnp.asarray(leaf)
     if is_float(leaf):
         return rng.standard_normal(leaf.shape).astype(leaf.dtype)
     return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; with its kind where the text alone says little.
+
+    The text of a KeyError is the key, and that of a failed assert often nothing.
+    """
+    text = str(error).strip().split("\n")[0]
+    if isinstance(error, (TypeError, ValueError, NotImplementedError)) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _parameter_names(op, count):

@@ -13,10 +13,21 @@ import jax
 import numpy as np
 
 from . import tables
-from .arguments import Arguments, op_name, random_like
+from .arguments import Arguments, as_jax, op_name, random_like, refuse_complex
 from .errors import Row, compare_arrays
 from .float64 import NotInFloat64, in_float64, widen
 from .levels import Limits, limits_of
+
+
+class NoTruth(ValueError):
+    """What was to be the truth does not run in float64; `why` says why."""
+
+    def __init__(self, op: Callable, why: Exception):
+        super().__init__(
+            f"compare: the truth {op_name(op)} must run in float64, but {why}. "
+            "Pass truth=, a function that does."
+        )
+        self.why = str(why)
 
 
 @dataclass(frozen=True)
@@ -30,15 +41,17 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
+        """No limit is exceeded, and there was an output to hold against it."""
+        return bool(self.rows) and all(row.ok for row in self.rows)
 
     @property
     def ratio(self) -> float:
         """The largest root-mean-square error ratio of any row."""
-        return max((row.ratios.rms for row in self.rows), default=0.0)
+        measured = (row.ratios.rms for row in self.rows if row.ratios is not None)
+        return max(measured, default=0.0)
 
     def raise_if_failed(self) -> None:
-        """Raises AssertionError with the table where a limit is exceeded."""
+        """Raises AssertionError with the table unless the comparison is `ok`."""
         if not self.ok:
             raise AssertionError(str(self))
 
@@ -55,8 +68,10 @@ class Comparison:
         return tables.plain(*self._contents())
 
     def _contents(self):
-        verdict = "within" if self.ok else "NOT within"
-        title = f"{self.ours} against {self.baseline}: {verdict} {self.level}"
+        verdict = f"{'within' if self.ok else 'NOT within'} {self.level}"
+        if not self.rows:
+            verdict = "NOTHING WAS RETURNED, so nothing compared"
+        title = f"{self.ours} against {self.baseline}: {verdict}"
         columns = ("", "dtype", "shape", "max", "mean", "rms")
         columns += ("x max", "x mean", "x rms", "outside", "")
         cells = [
@@ -64,14 +79,21 @@ class Comparison:
                 row.name,
                 row.dtype,
                 "x".join(map(str, row.shape)) or "scalar",
-                *map(tables.number, (row.ours.max, row.ours.mean, row.ours.rms)),
-                *map(tables.number, (row.ratios.max, row.ratios.mean, row.ratios.rms)),
-                f"{row.ours.outside}/{row.ours.count}",
+                *_numbers(row),
                 "; ".join(row.failures) or "ok",
             )
             for row in self.rows
         ]
         return title, columns, cells
+
+
+def _numbers(row):
+    """Errors and ratios of a row; blank where none were had: 0 would read as exact."""
+    if row.ours is None:
+        return ("",) * 7
+    of = [(v.max, v.mean, v.rms) for v in (row.ours, row.ratios)]
+    outside = f"{row.ours.outside}/{row.ours.count}"
+    return (*map(tables.number, of[0] + of[1]), outside)
 
 
 def compare(
@@ -90,7 +112,8 @@ def compare(
     Args:
       f: the implementation in question, `f(*args, **options)`; returns a pytree.
       g: the baseline: a plain implementation in the same dtype.
-      args: arrays or pytrees of arrays. The truth sees the same, rounded values.
+      args: arrays or pytrees of arrays. The truth sees the same, rounded values: a
+        numpy array of float64 is float32 to all, unless x64 is enabled.
       truth: a function to run in float64, or the float64 outputs themselves. None runs
         `g` in float64. With `grads`, it must be a function or None.
       grads: compare also the gradients in every floating-point argument, for the same
@@ -104,9 +127,12 @@ def compare(
       A `Comparison`; `str()` of it is a table.
 
     Raises:
-      ValueError: if the truth cannot be run in float64, or for an unknown level.
+      ValueError: if the truth cannot be run in float64, for an unknown level, for
+        complex numbers, or for gradients where no argument is a floating-point array.
 
-    Precision: the truth is float64, checked to be so in every equation.
+    Precision: the truth is float64, checked to be so in every equation. Integers and
+      booleans must be those of the truth or of the baseline, whose rounding may decide
+      otherwise, as in an argmax.
     Deterministic: yes.
 
     Example:
@@ -116,9 +142,17 @@ def compare(
       True
     """
     options = dict(options or {})
-    limits, name = limits_of(level)
+    args = jax.tree.map(as_jax, tuple(args))
+    refuse_complex("compare", args)
+    limits, name = limits_of(level, "compare")
     if factor != 1:
         name = f"{name} x {factor:.3g}"
+    names = [f"d {name}" for name in Arguments(f, args).names]
+    if grads and not names:
+        raise ValueError(
+            f"compare: with grads=True {op_name(f)} must have a floating-point "
+            "argument to differentiate; got none. Pass grads=False."
+        )
     exact = truth if callable(truth) else g
     if truth is not None and not callable(truth):
         if grads:
@@ -130,9 +164,11 @@ def compare(
     else:
         true_out = _true(exact, args, options)
     ours, theirs = f(*args, **options), g(*args, **options)
+    refuse_complex("compare", (ours, theirs))
+    _same_structure(f, ours, op_name(g), theirs)
+    _same_structure(f, ours, "the truth", true_out)
     rows = _rows("out", ours, theirs, true_out, limits, factor)
     if grads:
-        names = [f"d {name}" for name in Arguments(f, args).names]
         rng = np.random.default_rng(seed)
         dy = jax.tree.map(lambda y: random_like(rng, y), theirs)
         pulled = [pullback(op, args, options)(dy) for op in (f, g)]
@@ -176,20 +212,20 @@ def _true(op, args, options):
     try:
         return in_float64(op, args, options)
     except NotInFloat64 as why:
+        raise NoTruth(op, why) from why
+
+
+def _same_structure(f, ours, name, theirs):
+    mine, structure = jax.tree.structure(ours), jax.tree.structure(theirs)
+    if mine != structure:
         raise ValueError(
-            f"compare: the truth {op_name(op)} must run in float64, but {why}. "
-            "Pass truth=, a function that does."
-        ) from why
+            "compare: all must return one structure of arrays; "
+            f"{op_name(f)} returns {mine}, and {name} {structure}."
+        )
 
 
 def _rows(label, ours, theirs, true, limits, factor):
-    mine, structure = jax.tree.flatten_with_path(ours)
-    for other in (theirs, true):
-        if jax.tree.structure(other) != structure:
-            raise ValueError(
-                f"compare: all must return one structure, {structure}; "
-                f"got {jax.tree.structure(other)}."
-            )
+    mine = jax.tree.leaves_with_path(ours)
     return [
         compare_arrays(
             label + jax.tree_util.keystr(path),

@@ -10,18 +10,25 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import tables
-from .arguments import Arguments, op_name, random_like
-from .compare import compare
+from .arguments import (
+    Arguments,
+    first_line,
+    is_differentiable,
+    op_name,
+    random_like,
+    refuse_missing_dtype,
+)
+from .compare import NoTruth, compare
+from .contract_report import ContractRow, Report
 from .gradients import check_grads
-from .levels import Limits
+from .levels import Limits, limits_of
 from .transforms import TRANSFORMS
 
 
@@ -60,112 +67,6 @@ def draw(
     )
 
 
-@dataclass(frozen=True)
-class ContractRow:
-    """One implementation on one case in one dtype.
-
-    Attributes:
-      forward, gradient: root-mean-square error over the baseline's, the worst output.
-      differences: verdict of the finite differences; empty where they were not asked.
-      deterministic: whether two runs gave the same bits.
-      transforms: those that passed, of those that were run.
-      refused: the reason why the implementation does not take this call.
-      failures: everything that went wrong, one sentence each.
-    """
-
-    implementation: str
-    dtype: str
-    case: str
-    forward: float = 0.0
-    gradient: float = 0.0
-    differences: str = ""
-    deterministic: bool = True
-    transforms: tuple[int, int] = (0, 0)
-    refused: str = ""
-    failures: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        return not self.failures
-
-
-@dataclass(frozen=True)
-class Report:
-    """The outcome of `check_op`."""
-
-    op: str
-    rows: tuple[ContractRow, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Nothing failed, and something was run."""
-        return all(row.ok for row in self.rows) and any(
-            not row.refused for row in self.rows
-        )
-
-    def raise_if_failed(self) -> None:
-        """Raises AssertionError with the table and every failure."""
-        if not self.ok:
-            raise AssertionError(str(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
-        rows = [asdict(row) | {"ok": row.ok} for row in self.rows]
-        return {"op": self.op, "ok": self.ok, "rows": rows}
-
-    def table(self):
-        """A `rich` table of all rows."""
-        return tables.rich_table(*self._contents())
-
-    @property
-    def details(self) -> str:
-        """Every failure in full, and every reason of a refusal with its cases."""
-        lines = [
-            f"{self.op} {row.implementation} {row.dtype} {row.case}: {failure}"
-            for row in self.rows
-            for failure in row.failures
-        ]
-        refused: dict[tuple[str, str], dict[str, None]] = {}
-        for row in self.rows:
-            if row.refused:
-                cases = refused.setdefault((row.implementation, row.refused), {})
-                cases[row.case] = None
-        lines += [
-            f"{name} refused {', '.join(cases)}: {why}"
-            for (name, why), cases in refused.items()
-        ]
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return tables.plain(*self._contents()) + "\n" + self.details
-
-    def _contents(self):
-        # Short words: a row is to fit a terminal of 80 characters.
-        columns = ("by", "dtype", "case", "fwd", "grad")
-        columns += ("slope", "bits", "transf.", "")
-        short = {"not differentiable": "kink", "inconclusive": "unclear"}
-        cells = []
-        for row in self.rows:
-            start = (row.implementation, row.dtype, row.case)
-            if row.refused:
-                cells.append((*start, *("",) * 5, "refused"))
-                continue
-            passed, run = row.transforms
-            cells.append(
-                (
-                    *start,
-                    tables.number(row.forward),
-                    tables.number(row.gradient),
-                    short.get(row.differences, row.differences),
-                    "same" if row.deterministic else "DIFFER",
-                    f"{passed}/{run}" if run else "",
-                    "ok" if row.ok else f"FAILED ({len(row.failures)})",
-                )
-            )
-        verdict = "keeps" if self.ok else "BREAKS"
-        return f"{self.op} {verdict} the contract", columns, cells
-
-
 def check_op(
     op: Callable,
     *,
@@ -184,7 +85,7 @@ def check_op(
     Args:
       op: `op(*args, **options)`, returns an array or a tuple of arrays.
       reference: the same in plain `jnp`, with the same arguments. In the op's dtype it
-        is the baseline, in float64 the truth.
+        is the baseline, in float64 the truth: it computes in the dtype it is given.
       cases: the calls to make.
       implementations: names to pass as `implementation=`; None passes nothing.
       dtypes: of the arguments.
@@ -198,23 +99,33 @@ def check_op(
 
     Returns:
       A `Report`. A NotImplementedError from a named implementation makes a row that is
-      refused, not failed; a report in which all is refused is not ok.
+      refused, not failed; a report in which all is refused is not ok. Any other error
+      of the op or of the reference makes a row that failed. A derivative that the
+      finite differences cannot see is no failure: the double benchmark covers it.
 
     Raises:
-      ValueError: for no cases, or a reference that does not run in float64.
+      ValueError: for no cases, an unknown level, a dtype that JAX does not compute in
+        or that a case does not make, and a case without a floating-point argument.
     """
     if not cases:
         raise ValueError("check_op: cases must hold at least one OpCase; got none.")
+    limits_of(level, "check_op")
+    for dtype in dtypes:
+        refuse_missing_dtype("check_op", dtype)
     rows = []
     for name in implementations:
         run = op if name is None else _with_implementation(op, name)
-        policy = nonfinite(run) if nonfinite is not None else None
         for dtype, case in itertools.product(map(jnp.dtype, dtypes), cases):
             if progress is not None:
                 progress(f"{op_name(op)} {name or '(default)'} {dtype} {case.name}")
             growth = factor(name, dtype, case) if callable(factor) else factor
             row = _check(run, reference, case, dtype, level, growth, seed)
+            if row.refused and name is None:
+                # Only one that was named may: without a name the op has to choose.
+                failure = f"refused, though no implementation was named: {row.refused}"
+                row = dataclasses.replace(row, refused="", failures=(failure,))
             rows.append(dataclasses.replace(row, implementation=name or "(default)"))
+        policy = _policy(nonfinite, run, name) if nonfinite is not None else None
         if policy is not None:
             failures = (*rows[-1].failures, f"Inf and NaN: {policy}")
             rows[-1] = dataclasses.replace(rows[-1], failures=failures)
@@ -237,9 +148,29 @@ def _jitted(op, args, options):
     return run
 
 
-def _check(op, reference, case, dtype, level, factor, seed) -> ContractRow:
+def _policy(nonfinite, run, name) -> str | None:
+    try:
+        return nonfinite(run)
+    except Exception as error:
+        refused = isinstance(error, NotImplementedError) and name is not None
+        return None if refused else first_line(error)
+
+
+def _arguments(case, dtype, seed) -> tuple:
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(case.name.encode()))
     args = case.make_args(key, dtype)
+    made = [leaf.dtype for leaf in jax.tree.leaves(args) if is_differentiable(leaf)]
+    if dtype not in made:
+        found = ", ".join(sorted({d.name for d in made})) or "no floating-point array"
+        raise ValueError(
+            f"check_op: case {case.name!r} must make an argument of the dtype it is "
+            f"given, {dtype}, a floating one; it makes {found}."
+        )
+    return args
+
+
+def _check(op, reference, case, dtype, level, factor, seed) -> ContractRow:
+    args = _arguments(case, dtype, seed)
     row = ContractRow("", dtype.name, case.name)
     how = dict(factor=factor, options=case.options, seed=seed)
     try:
@@ -254,24 +185,39 @@ def _check(op, reference, case, dtype, level, factor, seed) -> ContractRow:
         )
     except NotImplementedError as why:
         return dataclasses.replace(row, refused=str(why))
-    except (TypeError, ValueError) as error:
-        return dataclasses.replace(row, failures=(f"forward and gradient: {error}",))
+    except NoTruth as error:
+        text = f"the reference must run in float64, but {error.why}"
+        return dataclasses.replace(row, failures=(text,))
+    except Exception as error:
+        text = f"forward and gradient: {first_line(error)}"
+        return dataclasses.replace(row, failures=(text,))
+    try:
+        return _further(row, op, reference, args, outcome, how, case.transforms)
+    except Exception as error:
+        text = f"derivatives and transforms: {first_line(error)}"
+        return dataclasses.replace(row, failures=(text,))
+
+
+def _further(row, op, reference, args, outcome, how, transforms) -> ContractRow:
+    """What is asked of an op that runs and has been compared."""
+    options, seed = how["options"], how["seed"]
     failures = [
         f"{part.name}: {text}" for part in outcome.rows for text in part.failures
     ]
-    ratios = {part.name: part.ratios.rms for part in outcome.rows}
-    gradients = check_grads(
-        op, *args, modes=("vjp",), options=case.options, seed=seed, repro=None
+    measured = [part for part in outcome.rows if part.ratios is not None]
+    forward = [part.ratios.rms for part in measured if part.name[:2] != "d "]
+    gradient = [part.ratios.rms for part in measured if part.name[:2] == "d "]
+    differences = check_grads(
+        op, *args, modes=("vjp",), options=options, seed=seed, repro=None
     )
-    verdicts = {part.status for part in gradients.rows}
     failures += [
         f"derivative in {part.argument}, {part.check}: {part.status} {part.note}"
-        for part in gradients.failures
+        for part in differences.failures
     ]
-    same = _same_bits(op, args, case.options)
+    same = _same_bits(op, args, options)
     if not same:
         failures.append("two runs gave different bits")
-    ran = TRANSFORMS if case.transforms else {}
+    ran = TRANSFORMS if transforms else {}
     passed = 0
     for name, transform in ran.items():
         trouble = transform(op, reference, args, how)
@@ -279,9 +225,9 @@ def _check(op, reference, case, dtype, level, factor, seed) -> ContractRow:
         failures += [f"{name}: {text}" for text in trouble]
     return dataclasses.replace(
         row,
-        forward=max((v for k, v in ratios.items() if k[:2] != "d "), default=0.0),
-        gradient=max((v for k, v in ratios.items() if k[:2] == "d "), default=0.0),
-        differences=_verdict(verdicts),
+        forward=max(forward, default=None),
+        gradient=max(gradient, default=None),
+        differences=_verdict({part.status for part in differences.rows}),
         deterministic=same,
         transforms=(passed, len(ran)),
         failures=tuple(failures),
@@ -289,7 +235,8 @@ def _check(op, reference, case, dtype, level, factor, seed) -> ContractRow:
 
 
 def _verdict(statuses: set[str]) -> str:
-    order = ("fail", "refused", "not differentiable", "inconclusive", "pass")
+    order = ("fail", "refused", "not differentiable", "inconclusive")
+    order += ("no difference", "pass")
     return next((status for status in order if status in statuses), "")
 
 

@@ -44,7 +44,7 @@ class Row:
     Attributes:
       name: which one.
       dtype, shape: of ours.
-      ours, baseline: errors.
+      ours, baseline: errors; None for integers, and where there is nothing to measure.
       ratios: max, mean and rms error of ours over the baseline's, or over that of one
         rounding to the dtype where the baseline's is smaller.
       failures: what exceeds its limit, in words.
@@ -53,9 +53,9 @@ class Row:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    ours: Errors
-    baseline: Errors
-    ratios: Limits
+    ours: Errors | None
+    baseline: Errors | None
+    ratios: Limits | None
     failures: tuple[str, ...]
 
     @property
@@ -72,9 +72,6 @@ _RMS_ROUNDING = 0.42
 # float32 convolution on a CPU returns garbage for some pads of both signs (jax 0.10).
 _NO_YARDSTICK = 0.1
 
-_NONE = Errors(0.0, 0.0, 0.0, 0, 0, 0)
-_LEVEL = Limits(0.0, 0.0, 0.0)
-
 
 def compare_arrays(
     name: str,
@@ -90,18 +87,23 @@ def compare_arrays(
       name: of the row.
       ours, baseline: arrays of one shape and dtype.
       truth: the same in float64; for integers and booleans, the exact values.
+        Integers that differ from these must be the baseline's.
       limits: allowed ratios of errors.
       factor: multiplies every limit: the predicted error growth of an algorithm that is
         known to be less accurate than the baseline.
     """
     row = dict(name=name, dtype=ours.dtype.name, shape=ours.shape)
-    empty = dict(ours=_NONE, baseline=_NONE, ratios=_LEVEL)
+    empty = dict(ours=None, baseline=None, ratios=None)
     if (ours.dtype, ours.shape) != (baseline.dtype, truth.shape):
         text = f"is {ours.dtype}{list(ours.shape)}"
         text += f", expected {baseline.dtype}{list(truth.shape)}"
         return Row(**row, **empty, failures=(text,))
+    if baseline.shape != ours.shape:
+        text = f"the baseline is {baseline.dtype}{list(baseline.shape)}"
+        return Row(**row, **empty, failures=(text,))
     if not is_float(ours):
-        wrong = int(np.sum(ours != truth))
+        # A decision such as an argmax may fall otherwise by the baseline's rounding.
+        wrong = int(np.sum((ours != truth) & (ours != baseline)))
         text = (f"{wrong} of {ours.size} elements differ",) if wrong else ()
         return Row(**row, **empty, failures=text)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from .arguments import is_differentiable
+from .arguments import first_line, is_differentiable
 
 
 class NotInFloat64(Exception):
@@ -35,8 +35,8 @@ def in_float64(
     """Runs `op` in float64 and returns its outputs as numpy arrays.
 
     Raises:
-      NotInFloat64: if the op refuses float64, rounds to a narrower dtype inside, or
-        returns one.
+      NotInFloat64: if the op refuses float64 or fails in it, rounds to a narrower dtype
+        inside, or returns one.
     """
     options = dict(options or {})
     with jax.enable_x64(True):
@@ -44,7 +44,11 @@ def in_float64(
         why = refusal(op, wide, options)
         if why is not None:
             raise NotInFloat64(why)
-        return jax.tree.map(np.asarray, op(*wide, **options))
+        try:
+            return jax.tree.map(np.asarray, op(*wide, **options))
+        except Exception as error:
+            # What can be traced need not have a lowering.
+            raise NotInFloat64(f"it fails there ({first_line(error)})") from error
 
 
 def refusal(
@@ -57,7 +61,8 @@ def refusal(
     """
     leaves, tree = jax.tree.flatten(tuple(wide))
     where = [i for i, leaf in enumerate(leaves) if is_differentiable(leaf)]
-    dtype = leaves[where[0]].dtype
+    # A function of integers alone makes its floating-point numbers itself.
+    dtype = leaves[where[0]].dtype if where else np.dtype(np.float64)
 
     def of_arrays(*arrays):
         mixed = list(leaves)
@@ -67,14 +72,15 @@ def refusal(
 
     try:
         jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in where))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return f"it does not take {dtype} ({error})"
+    except Exception as error:
+        # Whatever the op raises: a table by dtype, say, raises KeyError.
+        return f"it does not take {dtype} ({first_line(error)})"
     narrow = narrowing(jaxpr.jaxpr, jnp.finfo(dtype).bits)
     if narrow is not None:
         return f"it rounds to {narrow} inside"
     for aval in jaxpr.out_avals:
         if 0 < _float_bits(aval) < jnp.finfo(dtype).bits:
-            return f"it returns {aval.dtype} for {dtype} inputs"
+            return f"it returns {aval.dtype}, not {dtype}"
     return None
 
 
@@ -92,16 +98,14 @@ def narrowing(jaxpr: Any, bits: int) -> str | None:
     return None
 
 
-def coarsest(jaxpr: Any) -> float:
-    """The largest machine epsilon of the floating dtypes that equations produce."""
-    found = 0.0
+def coarsest(jaxpr: Any) -> list[np.dtype]:
+    """The floating dtype of the largest epsilon that equations produce, if any does."""
+    found = []
     for eqn in jaxpr.eqns:
-        for out in eqn.outvars:
-            if _float_bits(out.aval):
-                found = max(found, float(jnp.finfo(out.aval.dtype).eps))
+        found += [out.aval.dtype for out in eqn.outvars if _float_bits(out.aval)]
         for inner in jaxprs_in_params(eqn.params):
-            found = max(found, coarsest(inner))
-    return found
+            found += coarsest(inner)
+    return sorted(found, key=lambda dtype: jnp.finfo(dtype).eps)[-1:]
 
 
 def _float_bits(aval):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .arguments import refuse_missing_dtype
 from .compare import Comparison
 from .errors import compare_arrays
 from .levels import SAME_MEANING, Limits, limits_of
@@ -74,14 +75,15 @@ def compare_frameworks(
 
     Raises:
       ImportError: without PyTorch, or where the library has no such op.
-      ValueError: for an unknown name.
+      ValueError: for an unknown name, or a dtype that JAX does not compute in.
     """
     if name not in _HOMES:
         raise ValueError(
             f"compare_frameworks: name must be one of {', '.join(_HOMES)}; "
             f"got {name!r}."
         )
-    limits, name_of_limits = limits_of(level)
+    refuse_missing_dtype("compare_frameworks", dtype)
+    limits, name_of_limits = limits_of(level, "compare_frameworks")
     torch = _torch()
     op = op or _library_op(name)
     cases, theirs = _counterpart(name)

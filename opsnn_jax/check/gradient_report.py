@@ -16,8 +16,9 @@ class GradientRow:
       order: 1 for the derivative of the op, 2 for that of its vjp.
       argument: the argument that was moved, or `all` for all together.
       check: `cotangent` (dtype and shape) or the number of the direction.
-      status: `pass`, `fail`, `refused`; `not differentiable` at a kink, and
-        `inconclusive` where rounding hides more than a quarter of the derivative.
+      status: `pass`, `fail`, `refused`; `not differentiable` at a kink with no smooth
+        point beside it, `inconclusive` where rounding hides more than a quarter of the
+        derivative, `no difference` where the op is not finite at the points around.
     """
 
     order: int
@@ -54,12 +55,28 @@ class GradientReport:
         return tuple(row for row in self.rows if row.status in ("fail", "refused"))
 
     @property
+    def compared(self) -> bool:
+        """Some direction was compared, or the arguments are empty and there is none."""
+        directions = [row for row in self.rows if row.check != "cotangent"]
+        return not directions or any(r.status in ("pass", "fail") for r in directions)
+
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        """The arguments of which no direction could be compared."""
+        found: dict[str, bool] = {}
+        for row in self.rows:
+            if row.check != "cotangent" and row.argument != "all":
+                settled = row.status in ("pass", "fail", "refused")
+                found[row.argument] = found.get(row.argument, False) or settled
+        return tuple(name for name, settled in found.items() if not settled)
+
+    @property
     def ok(self) -> bool:
-        """No comparison failed. A point without a derivative is no failure."""
-        return not self.failures
+        """No comparison failed, and the derivative was compared in some direction."""
+        return not self.failures and self.compared
 
     def raise_if_failed(self) -> None:
-        """Raises AssertionError with the table where a comparison failed."""
+        """Raises AssertionError with the table unless the report is `ok`."""
         if not self.ok:
             raise AssertionError(str(self))
 
@@ -79,9 +96,16 @@ class GradientReport:
             lines.append(f"To see it again: python {self.reproducer}/reproduce.py")
         return "\n".join(lines)
 
+    def _verdict(self) -> str:
+        if self.failures:
+            return "derivatives DISAGREE"
+        if not self.compared:
+            return "NOTHING COULD BE COMPARED"
+        left_out = ", ".join(self.not_compared)
+        return "derivatives agree" + (f", but not seen: {left_out}" if left_out else "")
+
     def _contents(self):
-        verdict = "agree" if self.ok else "DISAGREE"
-        title = f"{self.op}: derivatives {verdict} (compared in {self.dtype})"
+        title = f"{self.op}: {self._verdict()} (compared in {self.dtype})"
         columns = ("order", "argument", "check", "vjp", "jvp", "difference", "tol", "")
         cells = [
             (

@@ -10,15 +10,24 @@ Everything is done in float64 where the op allows it. `directional.py` compares 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from .arguments import Arguments, op_name, random_like
-from .directional import Point, as_jax, first_line, narrowest
+from .arguments import (
+    Arguments,
+    as_jax,
+    first_line,
+    is_float,
+    op_name,
+    random_like,
+    refuse_complex,
+)
+from .directional import Point, narrowest
 from .float64 import refusal, widen
 from .gradient_report import GradientReport, GradientRow
 from .reproducer import write_reproducer
@@ -49,15 +58,18 @@ def check_grads(
       directions: how many random directions for each argument; with more than one
         argument, one more in which all move together.
       seed: of the directions and cotangents.
-      repro: folder for a reproducer of a failure, or None for none.
+      repro: folder for a reproducer of a failure, or None for none. Where it cannot be
+        written, the report has a note that says why.
 
     Returns:
-      A `GradientReport`. A point where the op has a kink, such as relu at 0, is
-      reported as `not differentiable`; vjp and jvp are still held against each
-      other there.
+      A `GradientReport`. Where the op has a kink, as relu has at 0, vjp and jvp are
+      held against each other, and against the finite difference at a point beside it.
+      Elements that are not finite stay as they are; the others are compared. A report
+      in which nothing could be compared is not ok.
 
     Raises:
-      ValueError: for an unknown mode or order, or no floating-point argument.
+      ValueError: for an unknown mode or order, no directions, complex numbers, or where
+        no argument or no output is a floating-point array.
 
     Precision: float64 where the op computes in it throughout, else the op's own dtype,
       with the rounding error that is measured there.
@@ -75,69 +87,105 @@ def check_grads(
         raise ValueError(
             f"check_grads: modes must be some of {_MODES}; got {tuple(modes)}."
         )
+    if directions < 1:
+        raise ValueError(
+            f"check_grads: directions must be 1 or more; got {directions}."
+        )
     options = dict(options or {})
+    refuse_complex("check_grads", args)
     given = Arguments(op, args)
     if not given.leaves:
         raise ValueError(
             f"check_grads: {op_name(op)} has no floating-point argument to "
             "differentiate. Pass arrays of a floating dtype."
         )
-    rows = _cotangents(op, args, options, seed)
-    dtype, notes = _widest(op, args, options)
+    rows = _as_called(op, args, options, modes, seed)
+    name, notes = narrowest([leaf.dtype for leaf in given.leaves]).name, []
     # An op that refuses its own arguments needs no more said.
-    orders = range(1, order + 1) if rows[0].status != "refused" else ()
-    with jax.enable_x64(True) if dtype == np.float64 else nullcontext():
-        for level in orders:
-            where = Point(op, args, options, dtype, level, seed)
-            found, more = where.rows(modes, directions)
-            rows += found
-            notes += [note for note in more if note not in notes]
-    name = (dtype or narrowest(given.leaves)).name
+    if not any(row.status == "refused" for row in rows):
+        point, notes = _widest(op, args, options, modes, seed)
+        name = point.dtype.name
+        with _precision(point.given):
+            for level in range(1, order + 1):
+                if level == 2:
+                    try:
+                        point = Point(op, args, options, point.given, 2, seed)
+                    except Exception as error:
+                        why = first_line(error)
+                        rows.append(GradientRow(2, "all", "", "refused", note=why))
+                        break
+                found, more = point.rows(modes, directions)
+                rows += found
+                notes += [note for note in more if note not in notes]
     report = GradientReport(op_name(op), name, tuple(rows), tuple(notes))
-    if report.ok or repro is None:
+    if not report.failures and not report.compared:
+        note = "To hold such a gradient against float64, call compare with grads=True."
+        report = replace(report, notes=(*report.notes, note))
+    if not report.failures or repro is None:
         return report
+    settings = dict(modes=tuple(modes), order=order, directions=directions, seed=seed)
     first = report.failures[0]
-    place = write_reproducer(
-        repro,
-        op,
-        args,
-        options,
-        check="check_grads",
-        settings=dict(
-            modes=tuple(modes),
-            order=order,
-            directions=directions,
-            seed=seed,
-            repro=None,
-        ),
-        headline=f"{report.op}: derivative in {first.argument}, {first.check}: "
-        f"{first.note or 'disagrees with the finite difference'}.",
-    )
-    return GradientReport(report.op, name, report.rows, report.notes, place)
+    try:
+        place = write_reproducer(
+            repro,
+            op,
+            args,
+            options,
+            check="check_grads",
+            settings=settings | {"repro": None},
+            headline=f"{report.op}: derivative in {first.argument}, {first.check}: "
+            f"{first.note or 'disagrees with the finite difference'}.",
+        )
+    except Exception as error:
+        # What was found is worth more than what could not be kept of it.
+        note = f"No reproducer was written: {first_line(error)}"
+        return replace(report, notes=(*report.notes, note))
+    return replace(report, reproducer=place)
 
 
-def _widest(op, args, options) -> tuple[np.dtype | None, list[str]]:
-    """The widest dtype that the op computes in, None for its own; and why no wider."""
+def _precision(dtype) -> AbstractContextManager:
+    """float64 exists only where JAX is told so."""
+    return jax.enable_x64(True) if dtype == np.float64 else nullcontext()
+
+
+def _widest(op, args, options, modes, seed) -> tuple[Point, list[str]]:
+    """The op in the widest dtype that it computes in; and why in no wider."""
     notes = []
-    for dtype in (np.float64, np.float32):
-        with jax.enable_x64(True) if dtype == np.float64 else nullcontext():
+    for dtype in (np.dtype(np.float64), np.dtype(np.float32)):
+        with _precision(dtype):
             why = refusal(op, widen(args, dtype), options)
-        if why is None:
-            return np.dtype(dtype), notes
-        notes.append(f"Not compared in {np.dtype(dtype)}: {why}.")
-    return None, notes
+            if why is None:
+                point = Point(op, args, options, dtype, 1, seed)
+                # What can be traced need not have a lowering.
+                fault = point.trouble(modes)
+                if fault is None:
+                    return point, notes
+                why = f"it fails there ({fault})"
+        notes.append(f"Not compared in {dtype}: {why}.")
+    return Point(op, args, options, None, 1, seed), notes
 
 
-def _cotangents(op, args, options, seed) -> list[GradientRow]:
-    """Whether every cotangent has the dtype and shape of its primal, as called."""
+def _as_called(op, args, options, modes, seed) -> list[GradientRow]:
+    """Whether the op runs, and each cotangent has the dtype and shape of its primal."""
     given = Arguments(op, jax.tree.map(as_jax, tuple(args)))
     rng = np.random.default_rng(seed)
+    f = given.function(op, options)
     try:
-        f = given.function(op, options)
         out = jax.eval_shape(f, *given.leaves)
+    except Exception as error:
+        return [GradientRow(1, "all", "cotangent", "refused", note=first_line(error))]
+    refuse_complex("check_grads", out)
+    if not any(is_float(y) for y in jax.tree.leaves(out)):
+        raise ValueError(
+            f"check_grads: {op_name(op)} must return a floating-point array, or it has "
+            f"no derivative; got {jax.tree.map(lambda y: y.dtype.name, out)}."
+        )
+    if "vjp" not in modes:
+        return []
+    try:
         dy = jax.tree.map(lambda y: random_like(rng, y), out)
         cotangents = jax.eval_shape(lambda *x: jax.vjp(f, *x)[1](dy), *given.leaves)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:
         return [GradientRow(1, "all", "cotangent", "refused", note=first_line(error))]
     rows = []
     for name, leaf, dx in zip(given.names, given.leaves, cotangents, strict=True):

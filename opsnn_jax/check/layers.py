@@ -7,136 +7,61 @@ layer; its gradient is the gradient at that layer.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
-from . import tables
-from .arguments import is_differentiable, random_like
+from .arguments import is_differentiable, random_like, refuse_complex
+from .layer_report import LayerReport, LayerRow
 
 # How many roundings of its output one layer may add, by root mean square. A layer makes
 # one of its operands, of its result and of its sum, each of somewhat less than this.
 _ROUNDINGS = 16
 
 
-@dataclass(frozen=True)
-class LayerRow:
-    """One layer, run both ways. Errors are root mean squares relative to way b.
+class Tape:
+    """Collects the outputs of layers, and adds the probes that their gradients need.
 
     Attributes:
-      layer: path of the module; `#2` is its second call.
-      output: error of its output.
-      gradient: error of the gradient of the loss in its output.
-      parameters: error of the gradient in its own parameters, None if it has none.
-      range_a, range_b: smallest and largest output.
-      allowed: what its output may differ by.
-      allowed_gradient: what its gradients may.
+      outputs: the floating-point arrays that each call returned.
+      hidden: the layers that ran inside a transform, such as scan or remat, whose
+        values no one outside it can see.
+      fields: the names of the fields that some module has.
     """
-
-    layer: str
-    dtypes: tuple[str, str]
-    output: float
-    gradient: float
-    parameters: float | None
-    range_a: tuple[float, float]
-    range_b: tuple[float, float]
-    allowed: float
-    allowed_gradient: float
-
-    @property
-    def departs(self) -> bool:
-        # Written so that NaN departs.
-        return not self.output <= self.allowed
-
-    @property
-    def gradient_departs(self) -> bool:
-        errors = (self.gradient, self.parameters or 0.0)
-        return not all(error <= self.allowed_gradient for error in errors)
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """The outcome of `layerwise`: a row for each call, in the order they ended."""
-
-    rows: tuple[LayerRow, ...]
-
-    @property
-    def first(self) -> str | None:
-        """The first layer whose output departs, None where all agree."""
-        return next((row.layer for row in self.rows if row.departs), None)
-
-    @property
-    def first_gradient(self) -> str | None:
-        """The first layer, counted backwards from the loss, whose gradient departs."""
-        backwards = reversed(self.rows)
-        return next((row.layer for row in backwards if row.gradient_departs), None)
-
-    @property
-    def ok(self) -> bool:
-        return self.first is None and self.first_gradient is None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
-        verdict = {"first": self.first, "first_gradient": self.first_gradient}
-        return {"ok": self.ok} | verdict | asdict(self)
-
-    def table(self):
-        """A `rich` table of all layers."""
-        return tables.rich_table(*self._contents())
-
-    def __str__(self) -> str:
-        return tables.plain(*self._contents())
-
-    def _contents(self):
-        title = "All layers agree"
-        if not self.ok:
-            title = f"First to depart: output {self.first or 'none'}, "
-            title += f"gradient {self.first_gradient or 'none'}"
-        columns = ("layer", "dtypes", "output", "gradient", "parameters")
-        columns += ("range a", "range b", "")
-        cells = [
-            (
-                row.layer,
-                "/".join(row.dtypes),
-                tables.number(row.output),
-                tables.number(row.gradient),
-                "" if row.parameters is None else tables.number(row.parameters),
-                "{:.3g} {:.3g}".format(*row.range_a),
-                "{:.3g} {:.3g}".format(*row.range_b),
-                " ".join(
-                    text
-                    for text, wrong in (
-                        ("OUTPUT", row.departs),
-                        ("GRADIENT", row.gradient_departs),
-                    )
-                    if wrong
-                ),
-            )
-            for row in self.rows
-        ]
-        return title, columns, cells
-
-
-class Tape:
-    """Collects the outputs of layers, and adds the probes that their gradients need."""
 
     def __init__(self, probes: Mapping[str, Any] | None = None):
         self.outputs: dict[str, Any] = {}
+        self.hidden: dict[str, None] = {}
+        self.fields: set[str] = set()
         self._probes = probes
+        self._trace = _trace()
 
     def visit(self, layer: str, out: Any) -> Any:
         """Records the output of one call; returns it with its probe added."""
+        if _trace() != self._trace:
+            self.hidden[layer] = None
+            return out
+        leaves, tree = jax.tree.flatten(out)
+        where = [i for i, leaf in enumerate(leaves) if is_differentiable(leaf)]
+        if not where:
+            return out
         name, calls = layer, 1
         while name in self.outputs:
             calls += 1
             name = f"{layer}#{calls}"
         if self._probes is not None:
-            out = jax.tree.map(jnp.add, out, self._probes[name])
-        self.outputs[name] = out
-        return out
+            for i, probe in zip(where, self._probes[name], strict=True):
+                leaves[i] = leaves[i] + probe
+        self.outputs[name] = [leaves[i] for i in where]
+        return jax.tree.unflatten(tree, leaves)
+
+
+def _trace():
+    return get_opaque_trace_state(convention="flax")
 
 
 def layerwise(
@@ -153,8 +78,9 @@ def layerwise(
     """Compares two ways of running one model, layer by layer.
 
     Args:
-      model: a `flax.linen` or `flax.nnx` module. Layers inside lifted transforms, such
-        as `nn.scan`, cannot be recorded.
+      model: a `flax.linen` or `flax.nnx` module. Layers inside a transform, such as
+        `nn.scan`, `nn.remat` or `nn.RNN`, cannot be recorded: they are named in
+        `hidden`. Of what a layer returns, its floating-point arrays are compared.
       params: the variables of a linen module, or its `params` alone; None for nnx.
       x: the input, or a tuple of inputs.
       a, b: the two ways. None leaves the model as it is; a dtype sets `dtype` in every
@@ -169,8 +95,10 @@ def layerwise(
       A `LayerReport`. Its `first` is the first layer that departs.
 
     Raises:
+      ImportError: without flax.
       TypeError: if the model is no flax module.
-      ValueError: if the two ways call different layers.
+      ValueError: if the two ways call different layers, or one sets a field that no
+        module of the model has; for complex inputs or outputs.
     """
     if _is_linen(model):
         from .layers_linen import Runner
@@ -183,8 +111,8 @@ def layerwise(
         )
     inputs = x if isinstance(x, tuple) else (x,)
     left, right = (
-        _run(Runner(model, params, kwargs or {}, _fields(way)), inputs, way, seed)
-        for way in (a, b)
+        _run(Runner(model, params, kwargs or {}, _fields(way)), inputs, name, way, seed)
+        for name, way in (("a", a), ("b", b))
     )
     if list(left.outputs) != list(right.outputs):
         only = sorted(set(left.outputs) ^ set(right.outputs))
@@ -205,7 +133,7 @@ def layerwise(
         backwards = max(_ROUNDINGS * max(units) * math.sqrt(2 * depth), flips)
         limits = (tolerance or allowed, tolerance or backwards)
         rows.append(_row(layer, left, right, *limits))
-    return LayerReport(tuple(rows))
+    return LayerReport(tuple(rows), left.hidden)
 
 
 @dataclass(frozen=True)
@@ -213,32 +141,45 @@ class _Run:
     outputs: Mapping[str, Any]
     cotangents: Mapping[str, Any]
     parameters: Mapping[str, Any]  # layer -> gradient of its own parameters
+    hidden: tuple[str, ...]
 
 
-def _run(runner, inputs, way, seed) -> _Run:
-    dtype = _fields(way).get("dtype")
-    if dtype is not None:
-        inputs = jax.tree.map(
-            lambda leaf: jnp.asarray(leaf, dtype) if is_differentiable(leaf) else leaf,
-            inputs,
-        )
+def _run(runner, inputs, name, way, seed) -> _Run:
+    fields, found = _fields(way), set()
+    if fields.get("dtype") is not None:
+        leaves, tree = jax.tree.flatten(inputs)
+        moving = [i for i, leaf in enumerate(leaves) if is_differentiable(leaf)]
+        for i in moving:
+            leaves[i] = jnp.asarray(leaves[i], fields["dtype"])
+        inputs = jax.tree.unflatten(tree, leaves)
+        # What follows the dtype of its input needs no field.
+        found |= {"dtype"} if moving else set()
 
-    order: list[str] = []
+    order, hidden = [], []
 
     def forward(params, probes):
         tape = Tape(probes)
         out = runner(params, inputs, tape)
         # JAX returns a dict in the order of its keys, not that of the calls.
-        order[:] = tape.outputs
+        order[:], hidden[:] = tape.outputs, tape.hidden
+        found.update(tape.fields)
         return out, tape.outputs
 
-    _, shapes = jax.eval_shape(lambda p: forward(p, None), runner.params)
+    refuse_complex("layerwise", inputs)
+    result, shapes = jax.eval_shape(lambda p: forward(p, None), runner.params)
+    refuse_complex("layerwise", result)
+    missing = [field for field in fields if field not in found]
+    if missing:
+        raise ValueError(
+            f"layerwise: {name}={way!r} sets {missing[0]!r}, but no module that the "
+            "model calls has a field of that name, so nothing would change."
+        )
     probes = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     out, pull, outputs = jax.vjp(forward, runner.params, probes, has_aux=True)
     rng = np.random.default_rng(seed)
     gradient, cotangents = pull(jax.tree.map(lambda y: random_like(rng, y), out))
     calls = {layer: outputs[layer] for layer in order}
-    return _Run(calls, cotangents, runner.by_layer(gradient))
+    return _Run(calls, cotangents, runner.by_layer(gradient), tuple(hidden))
 
 
 def _dtypes(layer, a: _Run, b: _Run) -> tuple[str, str]:
@@ -306,12 +247,17 @@ def _fields(way) -> dict[str, Any]:
 
 
 def _is_linen(model) -> bool:
-    from flax import linen
-
-    return isinstance(model, linen.Module)
+    return isinstance(model, _flax().linen.Module)
 
 
 def _is_nnx(model) -> bool:
-    from flax import nnx
+    return isinstance(model, _flax().nnx.Module)
 
-    return isinstance(model, nnx.Module)
+
+def _flax():
+    try:
+        import flax.linen
+        import flax.nnx
+    except ImportError as error:
+        raise ImportError("layerwise needs flax: pip install flax.") from error
+    return flax

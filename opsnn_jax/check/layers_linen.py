@@ -27,7 +27,7 @@ class Runner:
             if context.method_name != "__call__":
                 return call(*args, **kwargs)
             path = prefix + module.path
-            changes = self._changes(module)
+            changes = self._changes(module, tape)
             if not changes:
                 return tape.visit(_layer(path), call(*args, **kwargs))
             # A bound module is frozen: its copy runs on the same variables instead, and
@@ -51,11 +51,13 @@ class Runner:
             found.setdefault(_layer(owner), []).append(leaf)
         return found
 
-    def _changes(self, module) -> dict[str, Any]:
+    def _changes(self, module, tape) -> dict[str, Any]:
+        has = {name for name in self._fields if name in module.__dataclass_fields__}
+        tape.fields |= has
         return {
-            name: value
-            for name, value in self._fields.items()
-            if hasattr(module, name) and getattr(module, name) != value
+            name: self._fields[name]
+            for name in has
+            if getattr(module, name) != self._fields[name]
         }
 
 

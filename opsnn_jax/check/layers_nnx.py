@@ -28,6 +28,7 @@ class Runner:
             for name, value in self._fields.items():
                 if hasattr(module, name):
                     setattr(module, name, value)
+                    tape.fields.add(name)
             if callable(module):
                 _record(module, _layer(path), tape)
         return model(*inputs, **self._kwargs)

@@ -73,8 +73,12 @@ def rule(dtype: jnp.dtype) -> DtypeRule:
     return _RULES[name]
 
 
-def limits_of(level: str | Limits) -> tuple[Limits, str]:
+def limits_of(level: str | Limits, who: str) -> tuple[Limits, str]:
     """The limits of a level, and what to call them.
+
+    Args:
+      level: a key of `LEVELS`, or limits of one's own.
+      who: the check that was called, for the message.
 
     Raises:
       ValueError: for an unknown level.
@@ -83,7 +87,6 @@ def limits_of(level: str | Limits) -> tuple[Limits, str]:
         return level, f"{level.max:g}/{level.mean:g}/{level.rms:g}"
     if level not in LEVELS:
         raise ValueError(
-            f"compare: level must be one of {', '.join(LEVELS)} or Limits; "
-            f"got {level!r}."
+            f"{who}: level must be one of {', '.join(LEVELS)} or Limits; got {level!r}."
         )
     return LEVELS[level], level

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import library_attention, library_conv
-from .contract import OpCase, Report, check_op
+from .contract import OpCase, check_op
+from .contract_report import Report
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from . import tables
-from .arguments import op_name
+from .arguments import as_jax, op_name, refuse_complex
 from .interpreter import Program
 
 
@@ -88,10 +88,15 @@ def precision_sweep(
     Returns:
       A `PrecisionReport`.
 
+    Raises:
+      ValueError: for complex arguments or outputs.
+
     Precision: the truth is the same function with every equation in float64. Scan,
       while and cond keep their own precision, as does an equation that refuses float64.
     """
     options = dict(options or {})
+    args = jax.tree.map(as_jax, tuple(args))
+    refuse_complex("precision_sweep", args)
     program = Program(lambda *a: f(*a, **options), args)
     with jax.enable_x64(True):
         every = range(len(program.equations))
@@ -99,6 +104,7 @@ def precision_sweep(
 
         def run(wide) -> np.ndarray:
             outs = program.run(args, lambda i: i not in stuck and wide(i))
+            refuse_complex("precision_sweep", outs)
             flat = [np.ravel(np.asarray(y)).astype(np.float64) for y in outs]
             return np.concatenate(flat) if flat else np.zeros(0)
 
@@ -124,7 +130,7 @@ def precision_sweep(
 def _widens(program, args, i) -> bool:
     try:
         program.run(args, lambda j: j == i)
-    except (TypeError, ValueError, NotImplementedError):
+    except Exception:
         return False
     return True
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import tables
-from .arguments import Arguments, op_name
+from .arguments import Arguments, as_jax, is_differentiable, op_name, refuse_complex
 from .float64 import NotInFloat64, in_float64
 
 NOISES = ("repeat", "precision", "bits", "noise", "order")
@@ -103,18 +103,19 @@ def sensitivity(
         `precision` runs `f` in float64; `bits` flips the last bit of every input;
         `noise` adds a relative error of one rounding; `order` reverses an axis that `f`
         sums over, and needs `axes`.
-      axes: argument number -> axis, for `order`. `f` must not depend on the order along
-        these axes taken together, such as the keys and values of attention.
+      axes: argument number, from 0 -> axis, for `order`. `f` must not depend on the
+        order along these axes taken together, such as the keys and values of attention.
       options: keyword arguments of `f`.
       seed: of the noise.
 
     Returns:
       A `SensitivityReport`. A large `gain` says that the problem is ill conditioned at
       this point; a large movement under `order` or `precision`, that `f` computes it
-      badly.
+      badly. Elements that are not finite have to stay as they are.
 
     Raises:
-      ValueError: for an unknown noise, or no floating-point output.
+      ValueError: for an unknown noise, an argument number in `axes` that there is none
+        of, complex numbers, or no floating-point output.
     """
     unknown = [name for name in noise if name not in NOISES]
     if unknown:
@@ -122,9 +123,18 @@ def sensitivity(
             f"sensitivity: noise must be some of {', '.join(NOISES)}; "
             f"got {unknown[0]!r}."
         )
+    missing = [i for i in axes or {} if i not in range(len(args))]
+    if missing:
+        raise ValueError(
+            f"sensitivity: axes must have argument numbers below {len(args)} as keys; "
+            f"got {missing[0]!r}."
+        )
     options = dict(options or {})
+    args = jax.tree.map(as_jax, tuple(args))
+    refuse_complex("sensitivity", args)
     given = Arguments(f, args)
     out = f(*args, **options)
+    refuse_complex("sensitivity", out)
     before, dtype = _flat(out), _dtype(out)
     rng = np.random.default_rng(seed)
     rows = []
@@ -146,7 +156,8 @@ def sensitivity(
         moved, largest = _movement(after, before)
         gain = math.nan
         if name in ("bits", "noise"):
-            step = _movement(_flat(moved_inputs), _flat(args))[0]
+            moved_leaves = Arguments(f, moved_inputs).leaves
+            step = _movement(_joined(moved_leaves), _joined(given.leaves))[0]
             gain = moved / step if step else math.nan
         rows.append(SensitivityRow(name, moved, largest, gain, limit, note))
     return SensitivityReport(op_name(f), tuple(rows))
@@ -167,36 +178,56 @@ def _disturbed(name, given: Arguments, args, axes, rng) -> tuple:
 def _flip_last_bit(leaf, rng):
     array = np.array(leaf)
     bits = array.view(f"uint{8 * array.dtype.itemsize}")
+    flipped = (bits ^ bits.dtype.type(1)).view(array.dtype)
     # Zeros stay: their last bit is a number of another order of magnitude altogether.
-    return np.where(array == 0, array, (bits ^ bits.dtype.type(1)).view(array.dtype))
+    # That of an infinity makes it NaN.
+    wide = array.astype(np.float64)
+    return np.where((wide == 0) | ~np.isfinite(wide), array, flipped)
 
 
 def _one_rounding(leaf, rng):
     array = np.asarray(leaf)
-    eps = float(jnp.finfo(array.dtype).eps)
-    noise = 1 + eps * rng.choice([-1.0, 1.0], array.shape)
+    noise = 1 + _eps(array.dtype) * rng.choice([-1.0, 1.0], array.shape)
     return (array.astype(np.float64) * noise).astype(array.dtype)
 
 
-def _flat(tree) -> np.ndarray:
-    leaves = [
-        np.ravel(np.asarray(leaf)).astype(np.float64)
+def _floats(tree) -> list:
+    """The floating-point leaves, also those that are numbers of Python's."""
+    return [
+        np.asarray(leaf) if isinstance(leaf, float) else leaf
         for leaf in jax.tree.leaves(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        if isinstance(leaf, float) or is_differentiable(leaf)
     ]
+
+
+def _flat(tree) -> np.ndarray:
+    leaves = _floats(tree)
     if not leaves:
         raise ValueError("sensitivity: f must return a floating-point array; got none.")
-    return np.concatenate(leaves)
+    return _joined(leaves)
+
+
+def _joined(leaves) -> np.ndarray:
+    flat = [np.ravel(np.asarray(leaf)).astype(np.float64) for leaf in leaves]
+    return np.concatenate(flat) if flat else np.zeros(0)
 
 
 def _movement(after, before) -> tuple[float, float]:
-    scale = math.sqrt(float(np.mean(before**2))) or 1.0
-    gap = np.abs(after - before)
-    gap = np.where(np.isnan(after) & np.isnan(before), 0.0, gap)
-    return math.sqrt(float(np.mean(gap**2))) / scale, float(gap.max()) / scale
+    if not before.size:
+        return 0.0, 0.0
+    finite = before[np.isfinite(before)]
+    scale = math.sqrt(float(np.mean(finite**2))) if finite.size else 0.0
+    # What is not finite and stays so has not moved; what becomes so moved infinitely.
+    same = (after == before) | (np.isnan(after) & np.isnan(before))
+    with np.errstate(invalid="ignore"):
+        gap = np.where(same, 0.0, np.abs(after - before))
+    gap = np.where(np.isnan(gap), math.inf, gap) / (scale or 1.0)
+    return math.sqrt(float(np.mean(gap**2))), float(gap.max())
 
 
 def _dtype(tree) -> str:
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]
-    floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-    return max(floats, key=lambda d: jnp.finfo(d).eps).name
+    return max((leaf.dtype for leaf in _floats(tree)), key=_eps).name
+
+
+def _eps(dtype) -> float:
+    return float(jnp.finfo(dtype).eps)

@@ -32,10 +32,20 @@ def sizes(
     Args:
       smallest, largest: the range to stay in.
       blocks: block sizes of the kernel under test.
+
+    Raises:
+      ValueError: for an empty range.
     """
+    if smallest > largest:
+        raise ValueError(
+            "sizes: smallest must be at most largest; "
+            f"got smallest={smallest}, largest={largest}."
+        )
     st = _hypothesis()
     edges = [0, 1, 2, 3, 5, 7, 13, 17, 31]
     edges += [b + d for b in blocks for d in (-1, 0, 1)]
+    # The ends of the range are edges of their own, and keep the list from being empty.
+    edges += [smallest, largest]
     edges = sorted({n for n in edges if smallest <= n <= largest})
     return st.one_of(st.sampled_from(edges), st.integers(smallest, largest))
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arguments import Arguments, is_float
+from .arguments import Arguments, first_line, is_float
 from .compare import compare
 from .levels import SAME_MEANING
 
@@ -31,8 +31,8 @@ def _compared(f, g, leaves, how, grads=False, jit=True) -> Trouble:
             factor=how["factor"],
             seed=how["seed"],
         )
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return [str(error).strip().split("\n")[0]]
+    except Exception as error:
+        return [first_line(error)]
     return [f"{row.name}: {text}" for row in outcome.rows for text in row.failures]
 
 

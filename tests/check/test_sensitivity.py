@@ -116,7 +116,33 @@ def test_exact_function_has_no_culprit():
     assert precision_sweep(lambda x: x + x, jnp.arange(4.0)).worst is None
 
 
+def test_python_numbers_beside_the_arrays_stay(key):
+    x = jax.random.normal(key, (5,))
+    assert sensitivity(lambda x, n: x * n, x, 2).ok
+    assert sensitivity(lambda x, n: (x * n, n), x, 0.5).ok
+
+
+def test_empty_output_does_not_move():
+    assert sensitivity(jnp.sin, jnp.zeros((0, 3))).ok
+
+
+def test_elements_that_are_not_finite_do_not_move(key):
+    def f(x):
+        y = jnp.where(x > 0, x, -jnp.inf)
+        return y.at[0].set(jnp.nan)
+
+    x = jax.random.normal(key, (50,)).at[1].set(jnp.inf)
+    report = sensitivity(f, x)
+    assert report.ok, str(report)
+    assert all(np.isfinite([row.moved, row.largest]).all() for row in report.rows)
+    # Ones that a disturbance makes so have moved without bound.
+    one = sensitivity(lambda x: jnp.where(x == 1, x, jnp.nan), jnp.ones(3))
+    assert _by_noise(one)["bits"].moved == np.inf and not one.ok
+
+
 def test_bad_noise_is_refused():
+    with pytest.raises(ValueError, match="argument numbers below 1 as keys; got 3"):
+        sensitivity(jnp.sin, jnp.ones(3), noise=["order"], axes={3: 0})
     with pytest.raises(ValueError, match="noise must be some of"):
         sensitivity(jnp.sin, jnp.ones(3), noise=("louder",))
     with pytest.raises(ValueError, match="floating-point array"):

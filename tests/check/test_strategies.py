@@ -17,6 +17,14 @@ def test_sizes_reach_the_edges(size):
     assert find(strategies.sizes(), lambda n: n == size) == size
 
 
+@pytest.mark.parametrize("size", [40, 45, 50])
+def test_sizes_of_a_range_without_primes_or_blocks(size):
+    sizes = strategies.sizes(smallest=40, largest=50)
+    assert find(sizes, lambda n: n == size) == size
+    with pytest.raises(ValueError, match="smallest=40, largest=33"):
+        strategies.sizes(smallest=40)
+
+
 @few
 @given(strategies.shapes(3, smallest=1, largest=9), strategies.dtypes())
 def test_shapes_stay_in_range(shape, dtype):

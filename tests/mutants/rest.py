@@ -98,7 +98,7 @@ CHECK = (
     ),
     Mutant(
         "contract-counts-refusals-as-kept",
-        "opsnn_jax/check/contract.py",
+        "opsnn_jax/check/contract_report.py",
         "return all(row.ok for row in self.rows) and any(\n"
         "            not row.refused for row in self.rows\n        )",
         "return all(row.ok for row in self.rows)",
