@@ -5,7 +5,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-from opsnn_jax.kernels.conv.epilogue import ACTIVATIONS
 from opsnn_jax.ops.bias import add_bias
 from opsnn_jax.ops.conv_transpose import conv_transpose
 
@@ -44,18 +43,6 @@ def flax_transposes(layer, inputs: jax.Array) -> bool:
     types = (inputs.dtype, inputs.dtype if layer.dtype is None else layer.dtype)
     is_complex = any(jnp.issubdtype(t, jnp.complexfloating) for t in types)
     return is_complex or getattr(layer, "preferred_element_type", None) is not None
-
-
-def check_activation(layer: str, activation: str | None) -> None:
-    """Raises ValueError for what `finish` does not know."""
-    if activation is not None and (
-        not isinstance(activation, str) or activation not in ACTIVATIONS
-    ):
-        names = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(
-            f"{layer}: activation must be None or one of {names}; got {activation!r}. "
-            "Apply another to the result."
-        )
 
 
 def finish(

@@ -7,13 +7,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from opsnn_jax.nn.conv_layers import (
-    check_activation,
-    finish,
-    flax_transposes,
-    transpose_layer,
-)
+from opsnn_jax.nn.conv_layers import finish, flax_transposes, transpose_layer
 from opsnn_jax.ops.conv import conv
+from opsnn_jax.ops.conv_arguments import check_activation
 from opsnn_jax.ops.fold import fold_batchnorm
 from opsnn_jax.ops.lax_conv import conv_general_dilated
 

@@ -75,15 +75,7 @@ def validate(
     if b is not None and b.shape != (outputs,):
         raise ValueError(f"{op}: b must have shape (O,) = ({outputs},); got {b.shape}.")
 
-    if activation is not None and (
-        not isinstance(activation, str) or activation not in ACTIVATIONS
-    ):
-        names = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(
-            f"{op}: activation must be None or one of {names}; got {activation!r}. "
-            "Apply another to the result."
-        )
-
+    check_activation(op, activation)
     strides = _per_dimension(op, "strides", strides, rank)
     dilation = _per_dimension(op, "dilation", dilation, rank)
     spec = ConvSpec(
@@ -121,6 +113,18 @@ def check_filter(op: str, rank: int | None, w: jax.Array | np.ndarray) -> None:
         raise ValueError(
             f"{op}: w must have {wanted} dimensions, ({kernel}, C / groups, O); got "
             f"shape {w.shape}."
+        )
+
+
+def check_activation(op: str, activation: str | None) -> None:
+    """Raises ValueError for anything but None and a name in `ACTIVATIONS`."""
+    if activation is not None and (
+        not isinstance(activation, str) or activation not in ACTIVATIONS
+    ):
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(
+            f"{op}: activation must be None or one of {names}; got {activation!r}. "
+            "Apply another to the result."
         )
 
 
