@@ -1,4 +1,4 @@
-"""Winograd convolution fused into one Pallas TPU kernel: 3 x 3, stride 1, NHWC.
+"""Winograd convolution fused into one Pallas TPU kernel: 3 x 3, stride 1.
 
 One grid step takes a row of tiles of several images with all their channels: transforms
 them, multiplies frequency by frequency on the matrix unit, transforms back and writes
@@ -180,7 +180,7 @@ def _transformed_filter(blocks: Blocks, w, interpret):
 
 
 def _map_frequencies(matrix, x, parts, dtype, interpret):
-    """matrix x matrix^T over the two axes that the first stands for.
+    """The product of `matrix`, x and matrix^T over the two axes that x's first holds.
 
     x (c*c, C, O) gives (parts, r*r, C, O).
     """

@@ -25,8 +25,10 @@ from .transforms import Transform, transform
 VMEM_LIMIT = 60 << 20
 _VMEM_BLOCKS = 48 << 20
 
-# 64 tiles of fp32 in a step: enough to hide that the filter is loaded for them, few
-# enough for a row of frequencies to be at hand when the output transform adds it.
+# Tiles of a row in a step; of the 8 images of a register in fp32 they are 64: enough to
+# hide that the filter is loaded for them, few enough for a row of frequencies to be at
+# hand when the output transform adds it. In bfloat16 a register has twice the images,
+# and a frequency one part instead of three.
 MOST_COLUMNS = 8
 
 

@@ -47,7 +47,8 @@ def correlate_kernel(
         elements = [acc_ref[j, i] for j in range(t.m)]
         y = _row_of_pixels(elements, blocks)
         if spec.activation == "relu":
-            # Of a sum that overflowed to -inf on the way it would make a zero.
+            # Of a sum that overflowed to -inf on the way it would make a zero, which
+            # `or_exact` could not tell from a finite result: so it is NaN.
             y += y - y
         y += _f32(b_ref[...])
         more = residual_ref[i].reshape(y.shape) if has_residual else None
@@ -85,7 +86,7 @@ def weight_gradient_kernel(bt_ref, at_ref, x_ref, dy_ref, du_ref, *, blocks: Blo
 
 
 def map_frequencies_kernel(x_ref, y_ref, *, matrix):
-    """y = matrix x matrix^T over the two axes that the first of x stands for.
+    """y, the product of `matrix`, x and matrix^T over the axes that x's first holds.
 
     x (c*c, ...). In fp32; y (parts, r*r, ...) holds the result as parts, see `_split`.
     """
