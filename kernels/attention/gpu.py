@@ -15,7 +15,7 @@ from .gpu_backward import key_gradients, query_gradient
 from .gpu_bias import bias_gradient
 from .gpu_forward import forward
 from .gpu_plan import Plan
-from .spec import LOG2_E, AttentionSpec
+from .spec import AttentionSpec, in_log2
 
 # The gradients of larger heads do not fit into the registers.
 _MOST_FEATURES = 256
@@ -84,7 +84,7 @@ def bwd(
 ) -> tuple[jax.Array, ...]:
     """See `AttentionSpec`."""
     # With +inf a dead row has p = exp2(s - inf) = 0.
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, in_log2(lse))
     arrays, inputs = (q, k, v, dout, lse, delta), _inputs(spec, extra)
     dq = query_gradient(Plan.of(spec, "dq", interpret, block), arrays, inputs)
     dk, dv = key_gradients(Plan.of(spec, "dkv", interpret, block), arrays, inputs)
@@ -95,7 +95,8 @@ def bwd(
 
 
 def _inputs(spec, extra):
-    """The operands as kernels take them: bias and mask (b n, t, s), sinks float32."""
+    """The operands as kernels take them: bias and mask (b n, t, s); sinks in units of
+    log 2."""
     extra = spec.split(extra)
     sinks = extra.sinks
     bias, mask = (
@@ -107,5 +108,5 @@ def _inputs(spec, extra):
     return extra._replace(
         bias=bias,
         mask=mask,
-        sinks=None if sinks is None else sinks.astype(jnp.float32),
+        sinks=None if sinks is None else in_log2(sinks.astype(jnp.float32)),
     )

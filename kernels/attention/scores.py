@@ -120,6 +120,9 @@ class Scores:
         spec = self.spec
         row, col = self._indices(i, j)
         seen = col < spec.kv_len
+        if self.tiles.count[0] * self.tiles.block[0] != spec.q_len:
+            # Queries of padding see nothing: a key that is NaN would make dk so.
+            seen = seen & (row < spec.q_len)
         (q_ids, q_positions), (kv_ids, kv_positions) = self._row_data, self._col_data
         if spec.positions:
             row, col = at(q_positions, i), at(kv_positions, j)

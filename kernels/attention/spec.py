@@ -105,6 +105,28 @@ class AttentionSpec:
         return Extra(*(next(rest) if present else None for present in has))
 
 
+def in_log2(x: jax.Array) -> jax.Array:
+    """`x`, float32, in units of log 2. What is finite stays so.
+
+    The bias of a hidden key is often the least float32, and no sum with -inf.
+    """
+    most = float(jnp.finfo(jnp.float32).max)
+    return jnp.where(jnp.abs(x) < jnp.inf, jnp.clip(x * LOG2_E, -most, most), x)
+
+
+def weights(spec: AttentionSpec, s: jax.Array, lse: jax.Array) -> jax.Array:
+    """The softmax again, from scores and lse in units of log 2.
+
+    A large bias of all keys of a row leaves lse no digits for what is added to it, and
+    the change of units rounds it: the difference may be anything, but no weight is
+    more than 1.
+    """
+    distance = s - lse
+    if spec.bias_shape is not None:
+        distance = jnp.minimum(distance, 0.0)
+    return jnp.exp2(distance)
+
+
 def fence(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Takes non-finite values out of keys or values, and says where they were.
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import LANES, round_up
 from .ranges import block_ranges
-from .spec import LOG2_E, AttentionSpec, Extra
+from .spec import AttentionSpec, Extra, in_log2
 
 # At most this many queries in a block, keys in a block, and keys in a strip.
 #
@@ -147,7 +147,7 @@ class Plan:
             mask,
             *(x if x is None else x[:, None, :] for x in vectors),
             *ranges,
-            None if sinks is None else sinks[None].astype(jnp.float32) * LOG2_E,
+            None if sinks is None else in_log2(sinks[None].astype(jnp.float32)),
             None if seed is None else seed[None],
         )
 

@@ -12,7 +12,8 @@ from jax import lax
 
 from ..tiling import LANES
 from .dropout import keep
-from .tpu_plan import LOG2_E, Inputs, Plan
+from .spec import LOG2_E, in_log2
+from .tpu_plan import Inputs, Plan
 
 
 class Tile:
@@ -40,7 +41,7 @@ class Tile:
             bias = self._oriented(self._part(self.inputs.bias).astype(jnp.float32))
             bias = jnp.broadcast_to(bias, s.shape)
             present = bias != -jnp.inf
-            s, seen = s + jnp.where(present, bias * LOG2_E, 0.0), seen & present
+            s, seen = s + in_log2(bias), seen & present
         return s, seen
 
     def dropped(self, p, scaled: bool = False):

@@ -111,16 +111,18 @@ def bwd(
         p, delta_i = jnp.exp(s - at(lse, i)), at(delta, i)
         dp = scores.dropped(scores.dot(dout_i, v_j, (2, 2)), i, j)
         ds = p * (dp - delta_i)
+        dproduct = ds if slope is None else ds * slope
         if partial:
             # A row that is NaN, as its lse or delta tells, must stay so, but not at the
-            # keys that it does not see.
+            # keys that it does not see. Of those the slope, too, may be NaN.
             seen = s != -jnp.inf
             p, ds = jnp.where(seen, p + 0 * delta_i, 0), jnp.where(seen, ds, 0)
+            dproduct = jnp.where(seen, dproduct, 0)
         dbias = () if spec.bias_shape is None else (ds,)
-        if slope is not None:
-            ds = ds * slope
+        dq = scores.dot(dproduct, k_j, (2, 1))
+        dk = scores.dot(dproduct, q_i, (1, 1))
         dv = scores.dot(scores.dropped(p, i, j), dout_i, (1, 1))
-        return scores.dot(ds, k_j, (2, 1)), scores.dot(ds, q_i, (1, 1)), dv, *dbias
+        return dq, dk, dv, *dbias
 
     def add(i, j, partial, total):
         def visit():

@@ -92,6 +92,7 @@ def flash_attention(
       window: (left, right): a query sees `left` keys before its place on the diagonal,
         that one, and `right` after it. None is no bound.
       q_lengths, kv_lengths: integers, `(*B,)`: what lies behind them does not count.
+        More than T or S is T or S.
       q_segment_ids: integers, `(*B, T)`: a query sees the keys of its own segment,
         as if each segment were a call by itself. Alone, they are those of the keys too.
         A window asks for segments in one piece.

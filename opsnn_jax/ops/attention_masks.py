@@ -38,9 +38,8 @@ def describe(
     """Checks the options of masking and brings them into one form."""
     causal, align = options["is_causal"], options["causal_align"]
     _check_flags(causal, align)
-    q_lengths, kv_lengths = (
-        _integers(name, options[name], batch) for name in ("q_lengths", "kv_lengths")
-    )
+    q_lengths = _lengths("q_lengths", options, batch, q_len)
+    kv_lengths = _lengths("kv_lengths", options, batch, kv_len)
     q_segments, kv_segments, shared = _segments(options, batch, q_len, kv_len)
     q_positions, kv_positions = _positions(options, batch, q_len, kv_len)
     if q_positions is not None and (causal or align != "top_left"):
@@ -153,6 +152,12 @@ def _integers(name, x, batch, length=None):
             f"{x.shape}. Give one number for each."
         )
     return jnp.broadcast_to(jnp.asarray(x).astype(jnp.int32).reshape(aligned), shape)
+
+
+def _lengths(name, options, batch, length):
+    """(*batch,), from 0 to `length`: where what counts ends, also if more was given."""
+    lengths = _integers(name, options[name], batch)
+    return lengths if lengths is None else jnp.clip(lengths, 0, length)
 
 
 def _segments(options, batch, q_len, kv_len):
