@@ -15,7 +15,7 @@ from .gpu_backward import key_gradients, query_gradient
 from .gpu_bias import bias_gradient
 from .gpu_forward import forward
 from .gpu_plan import Plan
-from .spec import AttentionSpec, in_log2
+from .spec import AttentionSpec, in_log2, refuses_unknown
 
 # The gradients of larger heads do not fit into the registers.
 _MOST_FEATURES = 256
@@ -29,6 +29,9 @@ _LEAST_CAPABILITY = 80
 
 def refuses(spec: AttentionSpec) -> str | None:
     """Why the kernels cannot do a call, or None."""
+    sizes = dict(B=spec.batch, T=spec.q_len, S=spec.kv_len)
+    if (reason := refuses_unknown(**sizes)) is not None:
+        return reason
     features = max(spec.qk_dim, spec.v_dim)
     if spec.dtype.name not in ("float32", "bfloat16", "float16"):
         return f"takes float32, bfloat16 and float16, not {spec.dtype}"
@@ -105,8 +108,7 @@ def _inputs(spec, extra):
     )
     if bias is not None and bias.dtype == jnp.float64:
         bias = bias.astype(jnp.float32)  # scores are no wider
-    return extra._replace(
-        bias=bias,
-        mask=mask,
-        sinks=None if sinks is None else in_log2(sinks.astype(jnp.float32)),
-    )
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
+        sinks = jnp.where(sinks == -jnp.inf, sinks, in_log2(sinks))
+    return extra._replace(bias=bias, mask=mask, sinks=sinks)

@@ -105,13 +105,26 @@ class AttentionSpec:
         return Extra(*(next(rest) if present else None for present in has))
 
 
-def in_log2(x: jax.Array) -> jax.Array:
-    """`x`, float32, in units of log 2. What is finite stays so.
+def refuses_unknown(**sizes: int) -> str | None:
+    """Why blocks cannot be cut of these sizes, or None if all of them are known.
 
-    The bias of a hidden key is often the least float32, and no sum with -inf.
+    A size of `jax.export.symbolic_shape` is not: it has no order to compare it by.
+    """
+    unknown = [f"{n}={x}" for n, x in sizes.items() if not isinstance(x, int)]
+    if not unknown:
+        return None
+    return f"takes sizes that are known only, got {', '.join(unknown)}"
+
+
+def in_log2(x: jax.Array) -> jax.Array:
+    """`x`, float32, in units of log 2; what is finite stays so, +inf and NaN too.
+
+    The least float32, a usual bias of hidden keys, would become -inf, which hides all
+    of them where it is the bias of all. -inf itself becomes the least: callers hide it.
     """
     most = float(jnp.finfo(jnp.float32).max)
-    return jnp.where(jnp.abs(x) < jnp.inf, jnp.clip(x * LOG2_E, -most, most), x)
+    # Triton's max and min lose a NaN, `where` does not.
+    return jnp.where(x < jnp.inf, jnp.clip(x * LOG2_E, -most, most), x)
 
 
 def weights(spec: AttentionSpec, s: jax.Array, lse: jax.Array) -> jax.Array:

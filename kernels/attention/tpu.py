@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..tiling import LANES
-from .spec import AttentionSpec, in_log2
+from .spec import AttentionSpec, in_log2, refuses_unknown
 from .tpu_backward import gradients
 from .tpu_bias import bias_gradient
 from .tpu_forward import forward
@@ -18,6 +18,9 @@ from .tpu_visit import sees_whole_blocks, visit_rates
 
 def refuses(spec: AttentionSpec) -> str | None:
     """Why the kernels cannot do a call, or None."""
+    sizes = dict(B=spec.batch, T=spec.q_len, S=spec.kv_len)
+    if (reason := refuses_unknown(**sizes)) is not None:
+        return reason
     if spec.dtype.name not in ("float32", "bfloat16"):
         return f"takes float32 and bfloat16, not {spec.dtype}"
     if spec.qk_dim == 0:

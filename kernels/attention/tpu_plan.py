@@ -142,12 +142,15 @@ class Plan:
                 self._key_ranges(extra.kv_ids, extra.kv_positions),
             )
         sinks, seed = extra.sinks, extra.seed
+        if sinks is not None:
+            sinks = sinks[None].astype(jnp.float32)
+            sinks = jnp.where(sinks == -jnp.inf, sinks, in_log2(sinks))
         return Inputs(
             bias,
             mask,
             *(x if x is None else x[:, None, :] for x in vectors),
             *ranges,
-            None if sinks is None else in_log2(sinks[None].astype(jnp.float32)),
+            sinks,
             None if seed is None else seed[None],
         )
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .scores import Scores, at
-from .spec import AttentionSpec, finite
+from .spec import AttentionSpec, finite, refuses_unknown
 from .tiles import Tiles
 
 # At most this many queries and keys in a tile: large enough for the matrix products. A
@@ -28,6 +28,11 @@ _MANY_HEADS = 16
 # a band would be mostly mask: then it is followed by smaller ones.
 SMALL_BLOCK = (256, 256)
 _SHORT = 1024
+
+
+def refuses(spec: AttentionSpec) -> str | None:
+    """Why it cannot do a call, or None."""
+    return refuses_unknown(T=spec.q_len, S=spec.kv_len)
 
 
 def fwd(
@@ -160,7 +165,15 @@ def _limit(spec, backward=False):
     if backward and not spec.band.full and spec.kv_len <= _SHORT:
         return SMALL_BLOCK
     queries, keys = BLOCK
-    return queries // 2 if spec.batch * spec.heads > _MANY_HEADS else queries, keys
+    if _has_many_heads(spec):
+        queries //= 2
+    return queries, keys
+
+
+def _has_many_heads(spec):
+    """Whether a tile holds many; a batch that is not known yet is taken for large."""
+    heads = spec.batch * spec.heads
+    return not isinstance(heads, int) or heads > _MANY_HEADS
 
 
 def _finite(top):

@@ -37,7 +37,12 @@ def describe(
 ) -> Described:
     """Checks the options of masking and brings them into one form."""
     causal, align = options["is_causal"], options["causal_align"]
-    _check_flags(causal, align)
+    check_causal(causal)
+    if align not in ALIGNMENTS:
+        raise ValueError(
+            "flash_attention: causal_align must be 'top_left' or 'bottom_right'; got "
+            f"{align!r}. It says which ends of queries and keys lie on the diagonal."
+        )
     q_lengths = _lengths("q_lengths", options, batch, q_len)
     kv_lengths = _lengths("kv_lengths", options, batch, kv_len)
     q_segments, kv_segments, shared = _segments(options, batch, q_len, kv_len)
@@ -80,16 +85,12 @@ def band_of(window: Any, causal: bool) -> Band:
     return Band(None if left is None else -left, right)
 
 
-def _check_flags(causal, align):
+def check_causal(causal: Any) -> None:
+    """Raises TypeError for what is no bool."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(
             f"flash_attention: is_causal must be a bool; got "
             f"{type(causal).__name__}. Pass what varies as mask."
-        )
-    if align not in ALIGNMENTS:
-        raise ValueError(
-            "flash_attention: causal_align must be 'top_left' or 'bottom_right'; got "
-            f"{align!r}. It says which ends of queries and keys lie on the diagonal."
         )
 
 
@@ -116,7 +117,9 @@ def _window(window):
                 f"flash_attention: window must not be negative; got {window!r}. Pass "
                 "None for a side without a bound."
             )
-    return tuple(None if side is None else int(side) for side in window)
+    # Positions of 31 bits with their signs are never as far apart as this.
+    far = np.iinfo(np.int32).max
+    return tuple(None if side is None or side >= far else int(side) for side in window)
 
 
 def _integers(name, x, batch, length=None):

@@ -113,6 +113,21 @@ def test_sinks(key, implementation):
     assert np.isfinite(got["dsinks"]).all()
 
 
+@each
+def test_the_cotangent_of_a_row_that_sees_its_sink_alone_may_be_anything(
+    key, implementation
+):
+    q, k, v, dout = make(key, 1, 4, 5, 1, 1, 4)
+    mask = jnp.ones((1, 1, 4, 1), bool).at[:, :, 1].set(False)
+    operands = dict(sinks=jnp.array([0.3]), mask=mask)
+
+    def filled(x):
+        args = dout.at[:, 1].set(x), jnp.ones((1, 4, 1)), operands
+        return run(q, k, v, *args, implementation)
+
+    jax.tree.map(np.testing.assert_array_equal, filled(np.nan), filled(0.0))
+
+
 # Shapes of several tiles.
 tiled = pytest.mark.parametrize(
     "implementation, t, s", [("xla", 520, 600), ("pallas_gpu", 140, 150)]
