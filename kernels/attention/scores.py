@@ -71,6 +71,8 @@ class Scores:
         if not partial:
             return Tile(s, slope, k, v)
         # A key that is not finite makes its products so: 0 times them is its poison.
+        # Therefore `product` is that of the keys as they are; only what multiplies k
+        # after this, the backward pass, gets it without what is not finite.
         k, (v, poison) = finite(k), fence(v)
         heads = self.tiles.by_head(s + product * 0 + poison[:, None, :])
         seen = self._seen(i, j)

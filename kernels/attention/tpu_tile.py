@@ -141,7 +141,7 @@ def column(row):
 
 
 def finite(x):
-    """`x` with 0 for what is NaN or infinite."""
+    """`spec.finite`, by operations that every TPU has in bfloat16 too."""
     return where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x)
 
 

@@ -96,7 +96,7 @@ def flash_attention(
         More than T or S is T or S.
       q_segment_ids: integers, `(*B, T)`: a query sees the keys of its own segment,
         as if each segment were a call by itself. Alone, they are those of the keys too.
-        A window asks for segments in one piece.
+        A window asks for segments in one piece. -2^31 and -2^31 + 1 are not for ids.
       kv_segment_ids: integers, `(*B, S)`.
       q_positions, kv_positions: integers, `(*B, T)` and `(*B, S)`, less than 2^30 in
         size: a query sees the keys whose position is at most its own, and `window`

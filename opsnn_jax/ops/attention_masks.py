@@ -19,7 +19,8 @@ from .arguments import as_array
 
 _OP = "flash_attention"
 
-# Ids of what lies behind a length: they differ, so nothing there sees or is seen.
+# Ids of what lies behind a length: they differ, so nothing there sees or is seen. No
+# segment may have one of them.
 _HIDDEN_QUERY, _HIDDEN_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).min + 1
 
 ALIGNMENTS = ("top_left", "bottom_right")
@@ -59,9 +60,16 @@ def describe(
     )
     band = band_of(options["window"], causal or q_positions is not None)
     if q_positions is None and not band.full:
+        # Values may be traced: only of one array given twice is it known that its
+        # numbers are the same. Where they are not known to be, positions tell.
         same_length = options["q_lengths"] is options["kv_lengths"]
         at_the_end = align == "bottom_right"
-        if q_segments is not None and not (shared and (same_length or not at_the_end)):
+        # Where each segment has its queries and keys at the same indices, their
+        # distance is that of the indices, counted from either end, so the band stands.
+        # From the start, lengths take nothing away that is counted; from the end they
+        # do, and must take the same of both.
+        in_step = shared and (same_length or not at_the_end)
+        if q_segments is not None and not in_step:
             # Each segment is as a call of its own: count inside of it.
             count = _count_later if at_the_end else _count_earlier
             q_positions, kv_positions = count(q_ids), count(kv_ids)
