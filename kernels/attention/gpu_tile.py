@@ -66,7 +66,11 @@ class Tile:
         else:
             t = jnp.tanh(product * (self.spec.scale / cap))
             s, slope = t * (cap * LOG2_E), 1.0 - t * t
-        return s if self._bias is None else s + in_log2(self._bias), slope
+        if self._bias is not None:
+            # Triton's maximum and minimum are the number where there is a NaN.
+            bias = in_log2(self._bias)
+            s = s + jnp.where(jnp.isnan(self._bias), self._bias, bias)
+        return s, slope
 
     def seen(self):
         """Which scores count."""

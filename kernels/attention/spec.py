@@ -15,6 +15,9 @@ from .mask import Band
 # Kernels that have exp2 as an instruction take their scores in units of log 2.
 LOG2_E = 1.4426950408889634
 
+# The greatest float32.
+GREATEST = float(np.finfo(np.float32).max)
+
 
 class Extra(NamedTuple):
     """The operands that only some calls have, in the order in which passes take them.
@@ -122,9 +125,7 @@ def in_log2(x: jax.Array) -> jax.Array:
     The least float32, a usual bias of hidden keys, would become -inf, which hides all
     of them where it is the bias of all. -inf itself becomes the least: callers hide it.
     """
-    most = float(jnp.finfo(jnp.float32).max)
-    # Triton's max and min lose a NaN, `where` does not.
-    return jnp.where(x < jnp.inf, jnp.clip(x * LOG2_E, -most, most), x)
+    return jnp.minimum(jnp.maximum(x * LOG2_E, -GREATEST), jnp.maximum(x, GREATEST))
 
 
 def weights(spec: AttentionSpec, s: jax.Array, lse: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from jax import lax
 
 from ..tiling import LANES
 from .dropout import keep
-from .spec import LOG2_E, in_log2
+from .spec import GREATEST, LOG2_E
 from .tpu_plan import Inputs, Plan
 
 
@@ -41,7 +41,9 @@ class Tile:
             bias = self._oriented(self._part(self.inputs.bias).astype(jnp.float32))
             bias = jnp.broadcast_to(bias, s.shape)
             present = bias != -jnp.inf
-            s, seen = s + in_log2(bias), seen & present
+            # `in_log2` but for its other end, which would cost as much again: a bias of
+            # more than 2.3e38 becomes infinite, so that its row is NaN.
+            s, seen = s + jnp.maximum(bias * LOG2_E, -GREATEST), seen & present
         return s, seen
 
     def dropped(self, p, scaled: bool = False):

@@ -187,14 +187,14 @@ def test_the_least_bias_of_all_keys_hides_none(key, implementation):
 
 
 @each
-@pytest.mark.parametrize("bias", [3e38, np.inf])
-def test_the_greatest_bias_and_the_infinite_one(key, implementation, bias):
+@pytest.mark.parametrize("bias", [3e38, np.inf, np.nan])
+def test_the_greatest_bias_and_what_is_greater(key, implementation, bias):
     q, k, v, dout = make(key, 1, 4, 5, 1, 1, 4)
     operands = {"bias": jnp.zeros((1, 1, 4, 5)).at[:, :, 2, 3].set(bias)}
     got = run(q, k, v, dout, jnp.zeros((1, 4, 1)), operands, implementation)
     others = [0, 1, 3]
     assert np.isfinite(got["out"][:, others]).all()
-    if np.isfinite(bias):
+    if np.isfinite(bias) and implementation != "pallas_tpu":
         np.testing.assert_allclose(got["out"][:, 2], v[:, 3], rtol=1e-6)
         assert all(np.isfinite(x).all() for x in got.values())
     else:
