@@ -15,7 +15,7 @@ from .gpu_backward import key_gradients, query_gradient
 from .gpu_bias import bias_gradient
 from .gpu_forward import forward
 from .gpu_plan import Plan
-from .spec import LOG2_E, AttentionSpec
+from .spec import AttentionSpec, in_log2, refuses_unknown
 
 # The gradients of larger heads do not fit into the registers.
 _MOST_FEATURES = 256
@@ -29,6 +29,9 @@ _LEAST_CAPABILITY = 80
 
 def refuses(spec: AttentionSpec) -> str | None:
     """Why the kernels cannot do a call, or None."""
+    sizes = dict(B=spec.batch, T=spec.q_len, S=spec.kv_len)
+    if (reason := refuses_unknown(**sizes)) is not None:
+        return reason
     features = max(spec.qk_dim, spec.v_dim)
     if spec.dtype.name not in ("float32", "bfloat16", "float16"):
         return f"takes float32, bfloat16 and float16, not {spec.dtype}"
@@ -84,7 +87,7 @@ def bwd(
 ) -> tuple[jax.Array, ...]:
     """See `AttentionSpec`."""
     # With +inf a dead row has p = exp2(s - inf) = 0.
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, in_log2(lse))
     arrays, inputs = (q, k, v, dout, lse, delta), _inputs(spec, extra)
     dq = query_gradient(Plan.of(spec, "dq", interpret, block), arrays, inputs)
     dk, dv = key_gradients(Plan.of(spec, "dkv", interpret, block), arrays, inputs)
@@ -95,7 +98,8 @@ def bwd(
 
 
 def _inputs(spec, extra):
-    """The operands as kernels take them: bias and mask (b n, t, s), sinks float32."""
+    """The operands as kernels take them: bias and mask (b n, t, s); sinks in units of
+    log 2."""
     extra = spec.split(extra)
     sinks = extra.sinks
     bias, mask = (
@@ -104,8 +108,7 @@ def _inputs(spec, extra):
     )
     if bias is not None and bias.dtype == jnp.float64:
         bias = bias.astype(jnp.float32)  # scores are no wider
-    return extra._replace(
-        bias=bias,
-        mask=mask,
-        sinks=None if sinks is None else sinks.astype(jnp.float32),
-    )
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
+        sinks = jnp.where(sinks == -jnp.inf, sinks, in_log2(sinks))
+    return extra._replace(bias=bias, mask=mask, sinks=sinks)

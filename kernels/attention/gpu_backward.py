@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from .gpu_plan import Plan
 from .gpu_tile import Tile
-from .spec import Extra, finite
+from .spec import Extra, finite, weights
 
 # q, k, v, dout as in `AttentionSpec`; lse in units of log 2 and +inf for rows that see
 # no key, and delta, as (B, N, T).
@@ -49,10 +49,9 @@ def _dq_kernel(plan, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs):
     def visit(j, partial, acc):
         tile = Tile(plan, inputs, (b, n, i, j), partial)
         keys = tile.keys(k_ref, spec.qk_dim), tile.keys(v_ref, spec.v_dim)
-        _, ds, slope = cotangents(tile, rows, keys, stats)
-        ds = ds if slope is None else ds * slope
+        _, _, dproduct = cotangents(tile, rows, keys, stats)
         k = finite(keys[0]) if partial else keys[0]
-        return acc + tile.dot(ds.astype(k.dtype), k, (1, 0))
+        return acc + tile.dot(dproduct.astype(k.dtype), k, (1, 0))
 
     acc = jnp.zeros((plan.block[0], q_ref.shape[3]), jnp.float32)
     acc = plan.walk(1, b, i, bounds, visit, acc)
@@ -60,7 +59,7 @@ def _dq_kernel(plan, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs):
 
 
 def cotangents(tile, rows, keys, stats):
-    """Weights and dscores of a tile, and the slope of the scores by their products.
+    """Weights and dscores of a tile, and the cotangents of its products of q and k.
 
     Args:
       rows: q and dout.
@@ -68,18 +67,19 @@ def cotangents(tile, rows, keys, stats):
       stats: lse and delta.
     """
     (q, dout), (k, v), (lse, delta) = rows, keys, stats
-    s, slope = tile.scores(q, k)
-    p = jnp.exp2(s - lse)
+    s, slope = tile.scores(tile.products(q, k))
+    p = weights(tile.spec, s, lse)
     products = (v, dout) if tile.transposed else (dout, v)
     dp = tile.dropped(tile.dot(*products, (1, 1)))
     ds = p * (dp - delta)
+    dproduct = ds if slope is None else ds * slope
     if tile.partial:
         # A row that is NaN, as its lse or delta tells, must stay so, but not at the
-        # keys that it does not see.
+        # keys that it does not see. Of those the slope, too, may be NaN.
         seen = tile.seen()
         p = jnp.where(seen, p + 0.0 * delta, 0.0)
-        ds = jnp.where(seen, ds, 0.0)
-    return p, ds, slope
+        ds, dproduct = (jnp.where(seen, x, 0.0) for x in (ds, dproduct))
+    return p, ds, dproduct
 
 
 def key_gradients(
@@ -111,11 +111,10 @@ def _dkv_kernel(plan, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs):
         stats = tile.stats(lse_ref), tile.stats(delta_ref)
         if partial:
             q, dout = finite(q), finite(dout)
-        p, ds, slope = cotangents(tile, (q, dout), keys, stats)
-        ds = ds if slope is None else ds * slope
+        p, _, dproduct = cotangents(tile, (q, dout), keys, stats)
         dk, dv = total
         dv = dv + tile.dot(tile.dropped(p).astype(dout.dtype), dout, (1, 0))
-        return dk + tile.dot(ds.astype(q.dtype), q, (1, 0)), dv
+        return dk + tile.dot(dproduct.astype(q.dtype), q, (1, 0)), dv
 
     def head(g, total):
         return plan.walk(

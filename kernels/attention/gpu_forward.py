@@ -42,13 +42,14 @@ def _kernel(plan, q_ref, k_ref, v_ref, *refs):
         top_old, weight, acc = total
         tile = Tile(plan, inputs, (b, n, i, j), partial)
         k, v = tile.keys(k_ref, spec.qk_dim), tile.keys(v_ref, spec.v_dim)
-        s, _ = tile.scores(q, k)  # (bq, bk)
+        product = tile.products(q, k)  # (bq, bk)
+        s, _ = tile.scores(product)
         if partial:
             # A key that is not finite makes its products so: 0 times them is poison.
             # Of values it is a sum, for Triton reduces no booleans.
             poison = jnp.sum((v - finite(v)).astype(s.dtype), axis=1) * 0.0
             v = finite(v)
-            s = s + s * 0.0 + poison[None, :]
+            s = s + product * 0.0 + poison[None, :]
             s = jnp.where(tile.seen(), s, -jnp.inf)
         top = jnp.maximum(top_old, jnp.max(s, axis=1))
         # A row that has seen no key yet has -inf, and -inf - -inf would be NaN.
@@ -63,7 +64,7 @@ def _kernel(plan, q_ref, k_ref, v_ref, *refs):
     weight = jnp.zeros((bq,), jnp.float32)
     if inputs.sinks is not None:
         # A key that every query sees, with a value of 0.
-        top = jnp.full((bq,), inputs.sinks[n] * LOG2_E, jnp.float32)
+        top = jnp.full((bq,), inputs.sinks[n], jnp.float32)
         weight = jnp.where(top == -jnp.inf, 0.0, 1.0)
     acc = jnp.zeros((bq, v_ref.shape[3]), jnp.float32)
     top, weight, acc = plan.walk(1, b, i, bounds, visit, (top, weight, acc))

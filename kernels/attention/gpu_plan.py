@@ -159,6 +159,8 @@ class Plan:
     def take(self, refs: tuple, bounded: bool = True) -> tuple[Extra, object, tuple]:
         """References to the operands of `Extra`, to the bounds or None, the others.
 
+        `refs` are those behind the arrays that every call of the kernel has.
+
         Args:
           bounded: whether the kernel was given `bounds`.
         """
@@ -261,6 +263,10 @@ def padded(size: int) -> int:
 
 
 def _whole(shape):
+    """A block that is all of an array, its features padded to what Triton takes.
+
+    Bias and mask come with three axes, (b n, t, s), so that four tell of features.
+    """
     if len(shape) == 4:
         shape = (*shape[:3], padded(shape[3]))
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from .dropout import keep
 from .gpu_plan import Plan
-from .spec import LOG2_E, Extra
+from .spec import LOG2_E, Extra, in_log2
 
 
 class Tile:
@@ -54,17 +54,23 @@ class Tile:
         b, n, _, _ = self.place
         return self._along(self._load(ref.at[b, n, self._slice(0)], 0), 0)
 
-    def scores(self, q, k):
-        """Scores with their bias, and their slope by the products of q and k (None if
-        it is 1)."""
-        product = self.dot(k, q, (1, 1)) if self.transposed else self.dot(q, k, (1, 1))
+    def products(self, q, k):
+        """Products of queries and keys, of which the scores are made."""
+        return self.dot(k, q, (1, 1)) if self.transposed else self.dot(q, k, (1, 1))
+
+    def scores(self, product):
+        """Scores with their bias, and their slope by the products (None if it is 1)."""
         cap = self.spec.softcap
         if cap is None:
             s, slope = product * (self.spec.scale * LOG2_E), None
         else:
             t = jnp.tanh(product * (self.spec.scale / cap))
             s, slope = t * (cap * LOG2_E), 1.0 - t * t
-        return s if self._bias is None else s + self._bias * LOG2_E, slope
+        if self._bias is not None:
+            # Triton's maximum and minimum are the number where there is a NaN.
+            bias = in_log2(self._bias)
+            s = s + jnp.where(jnp.isnan(self._bias), self._bias, bias)
+        return s, slope
 
     def seen(self):
         """Which scores count."""

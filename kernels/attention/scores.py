@@ -71,6 +71,8 @@ class Scores:
         if not partial:
             return Tile(s, slope, k, v)
         # A key that is not finite makes its products so: 0 times them is its poison.
+        # Therefore `product` is that of the keys as they are; only what multiplies k
+        # after this, the backward pass, gets it without what is not finite.
         k, (v, poison) = finite(k), fence(v)
         heads = self.tiles.by_head(s + product * 0 + poison[:, None, :])
         seen = self._seen(i, j)
@@ -120,6 +122,9 @@ class Scores:
         spec = self.spec
         row, col = self._indices(i, j)
         seen = col < spec.kv_len
+        if self.tiles.count[0] * self.tiles.block[0] != spec.q_len:
+            # Queries of padding see nothing: a key that is NaN would make dk so.
+            seen = seen & (row < spec.q_len)
         (q_ids, q_positions), (kv_ids, kv_positions) = self._row_data, self._col_data
         if spec.positions:
             row, col = at(q_positions, i), at(kv_positions, j)

@@ -15,6 +15,9 @@ from .mask import Band
 # Kernels that have exp2 as an instruction take their scores in units of log 2.
 LOG2_E = 1.4426950408889634
 
+# The greatest float32.
+GREATEST = float(np.finfo(np.float32).max)
+
 
 class Extra(NamedTuple):
     """The operands that only some calls have, in the order in which passes take them.
@@ -103,6 +106,39 @@ class AttentionSpec:
         )
         rest = iter(extra)
         return Extra(*(next(rest) if present else None for present in has))
+
+
+def refuses_unknown(**sizes: int) -> str | None:
+    """Why blocks cannot be cut of these sizes, or None if all of them are known.
+
+    A size of `jax.export.symbolic_shape` is not: it has no order to compare it by.
+    """
+    unknown = [f"{n}={x}" for n, x in sizes.items() if not isinstance(x, int)]
+    if not unknown:
+        return None
+    return f"takes sizes that are known only, got {', '.join(unknown)}"
+
+
+def in_log2(x: jax.Array) -> jax.Array:
+    """`x`, float32, in units of log 2; what is finite stays so, +inf and NaN too.
+
+    The least float32, a usual bias of hidden keys, would become -inf, which hides all
+    of them where it is the bias of all. -inf itself becomes the least: callers hide it.
+    """
+    return jnp.minimum(jnp.maximum(x * LOG2_E, -GREATEST), jnp.maximum(x, GREATEST))
+
+
+def weights(spec: AttentionSpec, s: jax.Array, lse: jax.Array) -> jax.Array:
+    """The softmax again, from scores and lse in units of log 2.
+
+    A large bias of all keys of a row leaves lse no digits for what is added to it, and
+    the change of units rounds it: the difference may be anything, but no weight is
+    more than 1.
+    """
+    distance = s - lse
+    if spec.bias_shape is not None:
+        distance = jnp.minimum(distance, 0.0)
+    return jnp.exp2(distance)
 
 
 def fence(*arrays: jax.Array) -> tuple[jax.Array, ...]:

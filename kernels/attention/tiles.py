@@ -95,7 +95,8 @@ class Tiles:
         """Block j of `cols(x)`, if these are whole, without making the others."""
         bk = self.block[1]
         x = lax.dynamic_slice_in_dim(x, j * bk, bk, axis=1)
-        return x.swapaxes(1, 2).reshape(-1, bk, x.shape[-1])
+        heads = self.spec.batch * self.spec.kv_heads
+        return x.swapaxes(1, 2).reshape(heads, bk, x.shape[-1])
 
     def uncols(self, x: jax.Array) -> jax.Array:
         """The inverse of `cols`."""
@@ -114,13 +115,13 @@ class Tiles:
         """A number for each query, (B, T) -> (nq, B, 1, 1, block_q, 1)."""
         (bq, _), (nq, _) = self.block, self.count
         x = jnp.pad(x, [(0, 0), (0, nq * bq - x.shape[1])])
-        return x.reshape(-1, nq, bq).swapaxes(0, 1)[:, :, None, None, :, None]
+        return x.reshape(x.shape[0], nq, bq).swapaxes(0, 1)[:, :, None, None, :, None]
 
     def col_blocks(self, x: jax.Array) -> jax.Array:
         """A number for each key, (B, S) -> (nk, B, 1, 1, 1, block_k)."""
         (_, bk), (_, nk) = self.block, self.count
         x = jnp.pad(x, [(0, 0), (0, nk * bk - x.shape[1])])
-        return x.reshape(-1, nk, bk).swapaxes(0, 1)[:, :, None, None, None, :]
+        return x.reshape(x.shape[0], nk, bk).swapaxes(0, 1)[:, :, None, None, None, :]
 
     def pad_operand(self, x: jax.Array) -> jax.Array:
         """Pads a bias or mask (b, n, t, s) to whole tiles on the axes that it has."""

@@ -8,16 +8,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..tiling import LANES
-from .spec import AttentionSpec
+from .spec import AttentionSpec, in_log2, refuses_unknown
 from .tpu_backward import gradients
 from .tpu_bias import bias_gradient
 from .tpu_forward import forward
-from .tpu_plan import BACKWARD, FORWARD, LOG2_E, Plan, largest_block, shrinkage
+from .tpu_plan import BACKWARD, FORWARD, Plan, largest_block, shrinkage
 from .tpu_visit import sees_whole_blocks, visit_rates
 
 
 def refuses(spec: AttentionSpec) -> str | None:
     """Why the kernels cannot do a call, or None."""
+    sizes = dict(B=spec.batch, T=spec.q_len, S=spec.kv_len)
+    if (reason := refuses_unknown(**sizes)) is not None:
+        return reason
     if spec.dtype.name not in ("float32", "bfloat16"):
         return f"takes float32 and bfloat16, not {spec.dtype}"
     if spec.qk_dim == 0:
@@ -61,7 +64,7 @@ def bwd(
     plan = Plan.of(spec, block or largest_block(spec, BACKWARD), interpret)
     q, k, v, dout = (x.swapaxes(1, 2) for x in (q, k, v, dout))
     # With +inf a dead row has p = exp2(s - inf) = 0.
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)[:, :, None]
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, in_log2(lse))[:, :, None]
     arrays = (q, k, v, dout, lse, delta[:, :, None])
     # lse holds all there is to know of the sinks.
     inputs = plan.inputs(spec.split(extra)._replace(sinks=None))

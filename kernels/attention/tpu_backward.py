@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import result_type
 from .cost import cost
+from .spec import weights
 from .tpu_plan import Inputs, Plan, compiler_params
 from .tpu_tile import Tile, finite, scaled, where
 from .tpu_visit import sees_whole_blocks, visit
@@ -152,7 +153,7 @@ def _kernel(
         s, slope = tile.scores(q_scr[...], k)  # (keys, bq)
         if partial:
             s, seen = tile.with_bias(s)
-        p = jnp.exp2(s - lse_ref[...])
+        p = weights(spec, s, lse_ref[...])
         dp = tile.dropped(tile.dot(v, dout, (1, 1)), scaled=True)
         ds = p * (dp - delta_ref[...])
         if slope is not None:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import result_type
 from .cost import cost
+from .spec import weights
 from .tpu_backward import Arrays, array_specs
 from .tpu_plan import Inputs, Plan, compiler_params
 from .tpu_tile import Tile, column, finite, scaled
@@ -77,7 +78,7 @@ def _kernel(
         k, v = finite(k_ref[keys]), finite(v_ref[keys])
         s, _ = tile.scores(scaled(plan.spec, q_ref[...]), k)
         s, seen = tile.with_bias(s)
-        p = jnp.exp2(s - column(lse_ref[...]))
+        p = weights(plan.spec, s, column(lse_ref[...]))
         dp = tile.dropped(tile.dot(dout_ref[...], v, (1, 1)), scaled=True)
         ds = jnp.where(seen, p * (dp - column(delta_ref[...])), 0.0)
         for axis, size in enumerate(inputs.bias.shape):

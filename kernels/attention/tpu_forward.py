@@ -15,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import LANES, ceil_div, result_type
 from .cost import cost
-from .tpu_plan import LOG2_E, Inputs, Plan, compiler_params
+from .spec import LOG2_E
+from .tpu_plan import Inputs, Plan, compiler_params
 from .tpu_tile import Tile, finite, poison, scaled
 from .tpu_visit import visit
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import LANES, round_up
 from .ranges import block_ranges
-from .spec import LOG2_E, AttentionSpec, Extra
+from .spec import AttentionSpec, Extra, in_log2
 
 # At most this many queries in a block, keys in a block, and keys in a strip.
 #
@@ -142,12 +142,15 @@ class Plan:
                 self._key_ranges(extra.kv_ids, extra.kv_positions),
             )
         sinks, seed = extra.sinks, extra.seed
+        if sinks is not None:
+            sinks = sinks[None].astype(jnp.float32)
+            sinks = jnp.where(sinks == -jnp.inf, sinks, in_log2(sinks))
         return Inputs(
             bias,
             mask,
             *(x if x is None else x[:, None, :] for x in vectors),
             *ranges,
-            None if sinks is None else sinks[None].astype(jnp.float32) * LOG2_E,
+            sinks,
             None if seed is None else seed[None],
         )
 

@@ -12,7 +12,8 @@ from jax import lax
 
 from ..tiling import LANES
 from .dropout import keep
-from .tpu_plan import LOG2_E, Inputs, Plan
+from .spec import GREATEST, LOG2_E
+from .tpu_plan import Inputs, Plan
 
 
 class Tile:
@@ -40,7 +41,9 @@ class Tile:
             bias = self._oriented(self._part(self.inputs.bias).astype(jnp.float32))
             bias = jnp.broadcast_to(bias, s.shape)
             present = bias != -jnp.inf
-            s, seen = s + jnp.where(present, bias * LOG2_E, 0.0), seen & present
+            # `in_log2` but for its other end, which would cost as much again: a bias of
+            # more than 2.3e38 becomes infinite, so that its row is NaN.
+            s, seen = s + jnp.maximum(bias * LOG2_E, -GREATEST), seen & present
         return s, seen
 
     def dropped(self, p, scaled: bool = False):
@@ -140,7 +143,7 @@ def column(row):
 
 
 def finite(x):
-    """`x` with 0 for what is NaN or infinite."""
+    """`spec.finite`, by operations that every TPU has in bfloat16 too."""
     return where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x)
 
 

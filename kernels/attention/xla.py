@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .scores import Scores, at
-from .spec import AttentionSpec, finite
+from .spec import AttentionSpec, finite, refuses_unknown
 from .tiles import Tiles
 
 # At most this many queries and keys in a tile: large enough for the matrix products. A
@@ -28,6 +28,11 @@ _MANY_HEADS = 16
 # a band would be mostly mask: then it is followed by smaller ones.
 SMALL_BLOCK = (256, 256)
 _SHORT = 1024
+
+
+def refuses(spec: AttentionSpec) -> str | None:
+    """Why it cannot do a call, or None."""
+    return refuses_unknown(T=spec.q_len, S=spec.kv_len)
 
 
 def fwd(
@@ -111,16 +116,18 @@ def bwd(
         p, delta_i = jnp.exp(s - at(lse, i)), at(delta, i)
         dp = scores.dropped(scores.dot(dout_i, v_j, (2, 2)), i, j)
         ds = p * (dp - delta_i)
+        dproduct = ds if slope is None else ds * slope
         if partial:
             # A row that is NaN, as its lse or delta tells, must stay so, but not at the
-            # keys that it does not see.
+            # keys that it does not see. Of those the slope, too, may be NaN.
             seen = s != -jnp.inf
             p, ds = jnp.where(seen, p + 0 * delta_i, 0), jnp.where(seen, ds, 0)
+            dproduct = jnp.where(seen, dproduct, 0)
         dbias = () if spec.bias_shape is None else (ds,)
-        if slope is not None:
-            ds = ds * slope
+        dq = scores.dot(dproduct, k_j, (2, 1))
+        dk = scores.dot(dproduct, q_i, (1, 1))
         dv = scores.dot(scores.dropped(p, i, j), dout_i, (1, 1))
-        return scores.dot(ds, k_j, (2, 1)), scores.dot(ds, q_i, (1, 1)), dv, *dbias
+        return dq, dk, dv, *dbias
 
     def add(i, j, partial, total):
         def visit():
@@ -158,7 +165,15 @@ def _limit(spec, backward=False):
     if backward and not spec.band.full and spec.kv_len <= _SHORT:
         return SMALL_BLOCK
     queries, keys = BLOCK
-    return queries // 2 if spec.batch * spec.heads > _MANY_HEADS else queries, keys
+    if _has_many_heads(spec):
+        queries //= 2
+    return queries, keys
+
+
+def _has_many_heads(spec):
+    """Whether a tile holds many; a batch that is not known yet is taken for large."""
+    heads = spec.batch * spec.heads
+    return not isinstance(heads, int) or heads > _MANY_HEADS
 
 
 def _finite(top):

@@ -1,22 +1,32 @@
 """flash_attention with the conventions that flax's attention modules share."""
 
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from opsnn_jax.dispatch import Requested
-from opsnn_jax.ops.arguments import DTYPES
+from opsnn_jax.ops.arguments import as_float_array, as_precision
 from opsnn_jax.ops.attention import flash_attention
 
+_OP = "dot_product_attention"
 
-def can_attend(query: jax.Array, key: jax.Array, value: jax.Array, precision) -> bool:
-    """Whether `attend` takes these; flax takes more dtypes and kinds of precision."""
-    return (
-        query.dtype == key.dtype == value.dtype
-        and query.dtype.name in DTYPES
-        and (precision is None or isinstance(precision, str | jax.lax.Precision))
-    )
+
+def can_attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, precision: Any
+) -> bool:
+    """Whether `attend` takes these.
+
+    flax takes more: other dtypes, biases that are integers or Python numbers, and
+    the precisions that name an algorithm.
+    """
+    try:
+        for x in (query, key, value, *(() if bias is None else (bias,))):
+            as_float_array(_OP, "operand", x)
+        as_precision(_OP, precision)
+    except (TypeError, ValueError):
+        return False
+    return query.dtype == key.dtype == value.dtype
 
 
 def attend(
@@ -27,7 +37,7 @@ def attend(
     mask: jax.Array | None,
     *,
     is_causal: bool = False,
-    precision=None,
+    precision: Any = None,
     implementation: Requested = None,
 ) -> jax.Array:
     """flash_attention over any number of batch axes, also none.
@@ -42,27 +52,18 @@ def attend(
     Returns:
       `(*batch, T, N, Hv)`.
     """
-    batch = query.shape[:-3]
-
-    def join(x):
-        return x.reshape(math.prod(batch), *x.shape[-3:])
-
-    def join_scores(x):
-        if x is None or (x.ndim <= 4 and len(batch) <= 1):
-            return x
-        x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
-        if any(n != 1 for n in x.shape[:-3]):
-            x = jnp.broadcast_to(x, batch + x.shape[-3:])
-        return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
-
+    single = query.ndim == key.ndim == value.ndim == 3
+    if single:
+        # As in flax: a bias or mask may have the batch axis that these do not.
+        query, key, value = (x[None] for x in (query, key, value))
     out = flash_attention(
-        join(query),
-        join(key),
-        join(value),
-        join_scores(bias),
-        None if mask is None else join_scores(mask.astype(bool)),
+        query,
+        key,
+        value,
+        bias,
+        None if mask is None else jnp.asarray(mask).astype(bool),
         is_causal=is_causal,
         precision=precision,
         implementation=implementation,
     )
-    return out.reshape(*batch, *out.shape[-3:])
+    return out[0] if single else out

@@ -57,27 +57,34 @@ class GroupedHeads:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Of new tokens over a cache that holds `index`; the caches with the new ones.
 
-        Past the end of the cache there is nothing to compute: the result is NaN.
+        Tokens that the cache has no room for are not written, and give NaN.
         """
-        tokens = qkv.shape[1]
+        tokens, size = qkv.shape[1], k_cache.shape[1]
         places = index + jnp.arange(tokens, dtype=jnp.int32)
         q, k, v = self._split(qkv, places)
+        # Not dynamic_update_slice: it would move the start of what ends behind the
+        # cache, and overwrite earlier tokens.
         k_cache, v_cache = (
-            lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), index, 1)
+            cache.at[:, places].set(
+                new.astype(cache.dtype),
+                mode="drop",
+                indices_are_sorted=True,
+                unique_indices=True,
+            )
             for cache, new in ((k_cache, k), (v_cache, v))
         )
-        end = index + tokens
         out = attention_decode(
             q,
             k_cache.astype(q.dtype),
             v_cache.astype(q.dtype),
-            end,
+            index + tokens,
             window=self.window,
             softcap=self.softcap,
             precision=self.precision,
             implementation=self.implementation,
         )
-        return jnp.where(end <= k_cache.shape[1], out, jnp.nan), k_cache, v_cache
+        room = (places < size)[None, :, None, None]
+        return jnp.where(room, out, jnp.nan), k_cache, v_cache
 
     def _split(self, qkv, positions):
         q, k, v = unpack("GroupedQueryAttention", qkv, self.kv_heads)
@@ -87,8 +94,32 @@ class GroupedHeads:
         return q, k, v
 
 
+def check_input(x: jax.Array) -> None:
+    """Raises ValueError for what is not (B, T, D)."""
+    if x.ndim != 3:
+        raise ValueError(
+            f"GroupedQueryAttention: x must have shape (B, T, D); got {x.shape}. "
+            "Insert the axis that it lacks, or map over further ones with vmap."
+        )
+
+
+def check_decode(positions: jax.Array | None, segment_ids: jax.Array | None) -> None:
+    """Raises ValueError for options that a cache, which counts by itself, has not."""
+    for name, x in (("positions", positions), ("segment_ids", segment_ids)):
+        if x is not None:
+            raise ValueError(
+                f"GroupedQueryAttention: {name} cannot be combined with a cache, in "
+                f"which each token follows the one before. Pass no {name} to decode."
+            )
+
+
 def head_size(width: int, heads: int, kv_heads: int, size: int | None) -> int:
     """H; raises ValueError for heads that do not divide."""
+    if heads < 1 or kv_heads < 1:
+        raise ValueError(
+            "GroupedQueryAttention: num_heads and num_kv_heads must be positive; got "
+            f"{heads} and {kv_heads}. Choose others."
+        )
     if heads % kv_heads:
         raise ValueError(
             "GroupedQueryAttention: num_heads must be a multiple of num_kv_heads; got "

@@ -46,7 +46,7 @@ def dot_product_attention(
         or attn_weights_value_einsum is not None
     )
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    if weights_wanted or not can_attend(query, key, value, precision):
+    if weights_wanted or not can_attend(query, key, value, bias, precision):
         return nn.dot_product_attention(
             query,
             key,

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from opsnn_jax.dispatch import Requested
-from opsnn_jax.nn.grouped import GroupedHeads, head_size
+from opsnn_jax.nn.grouped import (
+    GroupedHeads,
+    check_decode,
+    check_input,
+    head_size,
+)
 
 
 class GroupedQueryAttention(nn.Module):
@@ -63,16 +68,23 @@ class GroupedQueryAttention(nn.Module):
 
         Args:
           x: `(B, T, D)`.
-          positions: integers, `(B, T)`, of the rotary embedding; 0, 1, ... if None. A
-            cache counts by itself.
+          positions: integers, `(B, T)`, of the rotary embedding; 0, 1, ... if None. Not
+            with a cache, which counts by itself.
           segment_ids: integers, `(B, T)`: each token sees its own segment. Not with a
             cache.
           deterministic: no dropout.
 
         Returns:
-          `(B, T, D)`. NaN for tokens that the cache has no room for.
+          `(B, T, D)`. NaN for tokens that the cache has no room for; it keeps those
+          that it holds.
+
+        Raises:
+          ValueError: for options that do not go with a cache, or another shape of `x`.
         """
+        check_input(x)
         batch, tokens, width = x.shape
+        if self.decode:
+            check_decode(positions, segment_ids)
         size = head_size(width, self.num_heads, self.num_kv_heads, self.head_dim)
         same = dict(
             use_bias=self.use_bias,

@@ -37,7 +37,7 @@ def dot_product_attention(
     """
     weights_wanted = (dropout_rate > 0.0 and not deterministic) or module is not None
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    if weights_wanted or not can_attend(query, key, value, precision):
+    if weights_wanted or not can_attend(query, key, value, bias, precision):
         return nnx.dot_product_attention(
             query,
             key,

@@ -8,7 +8,12 @@ from flax import nnx
 from jax import lax
 
 from opsnn_jax.dispatch import Requested
-from opsnn_jax.nn.grouped import GroupedHeads, head_size
+from opsnn_jax.nn.grouped import (
+    GroupedHeads,
+    check_decode,
+    check_input,
+    head_size,
+)
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -93,8 +98,8 @@ class GroupedQueryAttention(nnx.Module):
 
         Args:
           x: `(B, T, D)`.
-          positions: integers, `(B, T)`, of the rotary embedding; 0, 1, ... if None. A
-            cache counts by itself.
+          positions: integers, `(B, T)`, of the rotary embedding; 0, 1, ... if None. Not
+            with a cache, which counts by itself.
           segment_ids: integers, `(B, T)`: each token sees its own segment. Not with a
             cache.
           deterministic: no dropout.
@@ -102,11 +107,16 @@ class GroupedQueryAttention(nnx.Module):
           decode: `x` follows what is in the cache, and goes into it.
 
         Returns:
-          `(B, T, D)`. NaN for tokens that the cache has no room for.
+          `(B, T, D)`. NaN for tokens that the cache has no room for; it keeps those
+          that it holds.
 
         Raises:
-          ValueError: to decode without a cache.
+          ValueError: to decode without a cache, for options that do not go with one, or
+            another shape of `x`.
         """
+        check_input(x)
+        if decode:
+            check_decode(positions, segment_ids)
         qkv = self.qkv(x)
         if decode:
             if self.cache_index is None:

@@ -15,6 +15,7 @@ For one query head n and its key head n // (N / K), over the keys s that query t
 Saved for backward: the inputs, out and lse. The backward pass recomputes p in blocks.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -92,9 +93,10 @@ def flash_attention(
       window: (left, right): a query sees `left` keys before its place on the diagonal,
         that one, and `right` after it. None is no bound.
       q_lengths, kv_lengths: integers, `(*B,)`: what lies behind them does not count.
+        More than T or S is T or S.
       q_segment_ids: integers, `(*B, T)`: a query sees the keys of its own segment,
         as if each segment were a call by itself. Alone, they are those of the keys too.
-        A window asks for segments in one piece.
+        A window asks for segments in one piece. -2^31 and -2^31 + 1 are not for ids.
       kv_segment_ids: integers, `(*B, S)`.
       q_positions, kv_positions: integers, `(*B, T)` and `(*B, S)`, less than 2^30 in
         size: a query sees the keys whose position is at most its own, and `window`
@@ -132,8 +134,9 @@ def flash_attention(
       Yes, both passes: every sum has a fixed order.
 
     Transforms:
-      jit, vmap, grad to any order, remat, scan and shard_map. Forward mode (jvp,
-      hessian) needs `implementation="reference"`. Under `jax.checkpoint`, the names
+      jit, vmap, grad to any order, remat, scan and shard_map; jax.export, also of a
+      symbolic batch. Forward mode (jvp, hessian) and symbolic lengths need
+      `implementation="reference"`. Under `jax.checkpoint`, the names
       "attention_out" and "attention_lse" save what backward needs of the forward pass.
 
     Example:
@@ -185,9 +188,12 @@ def _run(
     """out (B, T, N, Hv) and lse (B, T, N)."""
     arrays = align_varying(*operands[:3], *operands.extra)
     rows = spec.batch, spec.q_len, spec.heads
-    if 0 in (*rows, spec.kv_len, spec.v_dim):
-        # There is no score, or no output; under shard_map it varies like the operands.
-        return _empty(spec, arrays[0], Extra(*arrays[3:]).sinks)
+    if 0 in (*rows, spec.kv_len):
+        # There is no score; under shard_map it varies like the operands.
+        return empty(spec, arrays[0], Extra(*arrays[3:]).sinks)
+    if spec.v_dim == 0:
+        out, lse = _run(*with_a_value(spec, operands), implementation)
+        return out[..., :0], lse
     if implementation == "reference":
 
         def run(q, k, v, *extra):
@@ -208,13 +214,24 @@ def _run(
     return partitioned(by_query, *arrays, dims=([*queries, (2, 3)], queries))
 
 
-def _empty(spec, q, sinks):
+def empty(
+    spec: AttentionSpec, q: jax.Array, sinks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """out (B, T, N, Hv) and lse (B, T, N) of a call in which no query sees a key."""
     rows = spec.batch, spec.q_len, spec.heads
     out = jnp.zeros((*rows, spec.v_dim), spec.dtype)
     lse = jnp.full(rows, -jnp.inf, spec.acc_dtype)
     if sinks is not None:
         lse = jnp.broadcast_to(sinks.astype(spec.acc_dtype), rows)
     return align_varying(q, out, lse)[1:]
+
+
+def with_a_value(
+    spec: AttentionSpec, operands: Operands
+) -> tuple[AttentionSpec, Operands]:
+    """A call without features of values, with one: its lse is made by kernels too."""
+    v = jnp.pad(operands.v, [(0, 0)] * 3 + [(0, 1)])
+    return dataclasses.replace(spec, v_dim=1), operands._replace(v=v)
 
 
 class _Residuals(NamedTuple):
@@ -248,6 +265,10 @@ def _attend_bwd(choice, residuals, cotangents):
     if extra.sinks is not None:
         sinks = extra.sinks.astype(lse.dtype)[None, :, None]
         weights = jnp.where(dead, 0, jnp.exp(sinks - jnp.where(dead, 0, lse)))
+        # A row that sees its sink alone has an lse and is not dead, but its out is 0
+        # whatever its cotangent is.
+        nothing = (out == 0).all(-1).swapaxes(1, 2)
+        delta = jnp.where(nothing & ~dead, -dlse, delta)
         dsinks = -jnp.sum(weights * delta, axis=(0, 2))
         dextra = dextra._replace(sinks=dsinks.astype(extra.sinks.dtype))
     return (Operands(dq, dk, dv, dextra),)
@@ -261,7 +282,7 @@ def _order(name: str, platform: str, spec: AttentionSpec) -> tuple[str, ...]:
     return *pallas, "xla"
 
 
-_XLA = Implementation("xla", {"fwd": xla.fwd, "bwd": xla.bwd})
+_XLA = Implementation("xla", {"fwd": xla.fwd, "bwd": xla.bwd}, refuses=xla.refuses)
 _TPU = "opsnn_jax.kernels.attention.tpu"
 _PALLAS_TPU = Implementation(
     "pallas_tpu",

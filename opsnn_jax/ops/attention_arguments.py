@@ -50,8 +50,7 @@ def canonicalize(
     Raises:
       TypeError, ValueError: as in flash_attention.
     """
-    q, k, v = (as_float_array(_OP, n, x) for n, x in (("q", q), ("k", k), ("v", v)))
-    batch = _check_shapes(q, k, v)
+    (q, k, v), batch = checked_arrays(q, k, v)
     q, k, v = (
         jnp.asarray(x).reshape(math.prod(batch), *x.shape[-3:]) for x in (q, k, v)
     )
@@ -70,7 +69,7 @@ def canonicalize(
         mask = _as_scores("mask", mask, batch, (heads, q_len, kv_len))
     described = describe(batch, q_len, kv_len, options)
     rate, seed = _dropout(options["dropout_rate"], options["dropout_rng"])
-    sinks = _sinks(options["sinks"], heads)
+    sinks = as_sinks(_OP, options["sinks"], heads)
     extra = Extra(bias, mask, *described.operands, sinks, seed)
     spec = AttentionSpec(
         rows,
@@ -93,6 +92,16 @@ def canonicalize(
         dropout_rate=rate,
     )
     return spec, Operands(q, k, v, extra), batch
+
+
+def checked_arrays(q: Any, k: Any, v: Any) -> tuple[tuple, tuple[int, ...]]:
+    """The arrays (*batch, length, heads, features) of a call, and their batch axes.
+
+    Raises:
+      TypeError, ValueError: for what is no such array, or does not fit the others.
+    """
+    q, k, v = (as_float_array(_OP, n, x) for n, x in (("q", q), ("k", k), ("v", v)))
+    return (q, k, v), _check_shapes(q, k, v)
 
 
 def _check_shapes(q, k, v):
@@ -124,6 +133,11 @@ def _check_shapes(q, k, v):
             f"({', '.join(map(str, (*k.shape[:-1], 'Hv')))}); got {v.shape} with k "
             f"{k.shape}. Match v to k."
         )
+    if not all(isinstance(n, int) for n in (*q_shape[1:], *k_shape[1:], v_shape[2])):
+        raise ValueError(
+            "flash_attention: heads and features must be known while tracing; got q "
+            f"{q.shape}, k {k.shape} and v {v.shape}. Only the batch may be symbolic."
+        )
     heads = q_shape[1]
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(
@@ -154,6 +168,8 @@ def _relevant(described: Described, q_len, kv_len) -> Band:
     """The band without bounds that hide nothing here, so that blocks are full ones."""
     band = described.band
     if described.operands[2] is not None:  # bounds on positions that are data
+        return band
+    if not (isinstance(q_len, int) and isinstance(kv_len, int)):
         return band
     lower, upper = band.lower, band.upper
     if lower is not None and lower <= -(q_len - 1):
@@ -191,13 +207,14 @@ def _softcap(softcap):
     return float(softcap)
 
 
-def _sinks(sinks, heads):
+def as_sinks(op: str, sinks: Any, heads: int) -> jax.Array | None:
+    """`sinks` as an array (N,) of floats, or None; else TypeError or ValueError."""
     if sinks is None:
         return None
-    sinks = as_float_array(_OP, "sinks", sinks)
+    sinks = as_float_array(op, "sinks", sinks)
     if sinks.shape != (heads,):
         raise ValueError(
-            f"flash_attention: sinks must have shape (N,) = ({heads},), one logit for "
+            f"{op}: sinks must have shape (N,) = ({heads},), one logit for "
             f"each query head; got {sinks.shape}. Broadcast it to that."
         )
     return jnp.asarray(sinks)

@@ -1,5 +1,7 @@
 """Attention of a few new tokens over a long cache of keys and values."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,8 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from opsnn_jax.dispatch import Requested
 
-from .arguments import as_array, as_float_array
+from .arguments import as_array, as_float_array, as_int
 from .attention import flash_attention
+from .attention_arguments import as_sinks
 
 _OP = "attention_decode"
 
@@ -31,6 +34,7 @@ def attention_decode(
     r"""flash_attention of the last T tokens over a cache, causal, split over S.
 
     Token t of T stands at position lengths - T + t, and sees the keys up to its own.
+    Positions go on where `lengths` are more than S.
     The cache is cut into parts, p, that are computed side by side and merged:
 
         lse = log sum_p exp(lse_p)      out = sum_p exp(lse_p - lse) out_p
@@ -75,15 +79,16 @@ def attention_decode(
     )
     single = q.ndim == 3
     q = q[:, None] if single else q
-    lengths = _check(q, k, v, lengths, splits)
-    batch, tokens, heads, _ = q.shape
+    lengths = _check(q, k, v, lengths)
+    batch, tokens, heads, features = q.shape
     size, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     parts = _parts(size, splits)
+    sinks = as_sinks(_OP, sinks, heads)
 
     # (B, T, K G, H) -> (B, T G, K, H): the queries of a key head are rows.
-    rows = q.reshape(batch, tokens, kv_heads, group, -1).swapaxes(2, 3)
-    rows = rows.reshape(batch, tokens * group, kv_heads, -1)
+    rows = q.reshape(batch, tokens, kv_heads, group, features).swapaxes(2, 3)
+    rows = rows.reshape(batch, tokens * group, kv_heads, features)
     places = lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
     places = jnp.repeat(places, group, axis=1)
 
@@ -93,7 +98,7 @@ def attention_decode(
     def copied(x):
         return jnp.repeat(x, parts, axis=0)
 
-    keys = jnp.arange(size, dtype=jnp.int32).reshape(parts, -1)
+    keys = jnp.arange(size, dtype=jnp.int32).reshape(parts, size // parts)
     out, lse = flash_attention(
         copied(rows),
         cut(jnp.asarray(k)),
@@ -125,7 +130,7 @@ def _merge(out, lse, sinks):
         return out[:, 0], lse[:, 0]
     top = jnp.max(lse, axis=1, keepdims=True)
     if sinks is not None:
-        sinks = jnp.asarray(sinks).astype(lse.dtype)[None, None, None, :]
+        sinks = sinks.astype(lse.dtype)[None, None, None, :]
         top = jnp.maximum(top, sinks)
     top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
     weights = jnp.exp(lse - top)
@@ -139,11 +144,17 @@ def _merge(out, lse, sinks):
     return merged.astype(out.dtype), lse[:, 0]
 
 
-def _parts(size: int, splits: int) -> int:
+def _parts(size: int, splits: Any) -> int:
+    splits = as_int(_OP, "splits", splits)
+    if splits < 1:
+        raise ValueError(
+            f"attention_decode: splits must be positive; got {splits}. Pass 1 for a "
+            "cache in one piece."
+        )
     return next((n for n in range(splits, 1, -1) if size % n == 0), 1)
 
 
-def _check(q, k, v, lengths, splits) -> jax.Array:
+def _check(q, k, v, lengths) -> jax.Array:
     """`lengths` as int32 (B,); raises for shapes that the code above cannot take."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or q.shape[0] != k.shape[0]:
         raise ValueError(
@@ -157,10 +168,11 @@ def _check(q, k, v, lengths, splits) -> jax.Array:
             "attention_decode: the heads of q must be a multiple of those of the "
             f"caches; got {heads} and {kv_heads}. Repeat or drop heads."
         )
-    if not isinstance(splits, int) or splits < 1:
+    if k.shape[3] != q.shape[3] or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"attention_decode: splits must be a positive int; got {splits!r}. Pass 1 "
-            "for a cache in one piece."
+            "attention_decode: the caches must have shapes (B, S, K, H) and (B, S, K, "
+            f"Hv), with B and H of q; got {k.shape} and {v.shape} with q {q.shape}. "
+            "Match them."
         )
     lengths = as_array(_OP, "lengths", lengths)
     if not jnp.issubdtype(lengths.dtype, jnp.integer):

@@ -19,7 +19,8 @@ from .arguments import as_array
 
 _OP = "flash_attention"
 
-# Ids of what lies behind a length: they differ, so nothing there sees or is seen.
+# Ids of what lies behind a length: they differ, so nothing there sees or is seen. No
+# segment may have one of them.
 _HIDDEN_QUERY, _HIDDEN_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).min + 1
 
 ALIGNMENTS = ("top_left", "bottom_right")
@@ -37,10 +38,14 @@ def describe(
 ) -> Described:
     """Checks the options of masking and brings them into one form."""
     causal, align = options["is_causal"], options["causal_align"]
-    _check_flags(causal, align)
-    q_lengths, kv_lengths = (
-        _integers(name, options[name], batch) for name in ("q_lengths", "kv_lengths")
-    )
+    check_causal(causal)
+    if align not in ALIGNMENTS:
+        raise ValueError(
+            "flash_attention: causal_align must be 'top_left' or 'bottom_right'; got "
+            f"{align!r}. It says which ends of queries and keys lie on the diagonal."
+        )
+    q_lengths = _lengths("q_lengths", options, batch, q_len)
+    kv_lengths = _lengths("kv_lengths", options, batch, kv_len)
     q_segments, kv_segments, shared = _segments(options, batch, q_len, kv_len)
     q_positions, kv_positions = _positions(options, batch, q_len, kv_len)
     if q_positions is not None and (causal or align != "top_left"):
@@ -55,9 +60,16 @@ def describe(
     )
     band = band_of(options["window"], causal or q_positions is not None)
     if q_positions is None and not band.full:
+        # Values may be traced: only of one array given twice is it known that its
+        # numbers are the same. Where they are not known to be, positions tell.
         same_length = options["q_lengths"] is options["kv_lengths"]
         at_the_end = align == "bottom_right"
-        if q_segments is not None and not (shared and (same_length or not at_the_end)):
+        # Where each segment has its queries and keys at the same indices, their
+        # distance is that of the indices, counted from either end, so the band stands.
+        # From the start, lengths take nothing away that is counted; from the end they
+        # do, and must take the same of both.
+        in_step = shared and (same_length or not at_the_end)
+        if q_segments is not None and not in_step:
             # Each segment is as a call of its own: count inside of it.
             count = _count_later if at_the_end else _count_earlier
             q_positions, kv_positions = count(q_ids), count(kv_ids)
@@ -81,16 +93,12 @@ def band_of(window: Any, causal: bool) -> Band:
     return Band(None if left is None else -left, right)
 
 
-def _check_flags(causal, align):
+def check_causal(causal: Any) -> None:
+    """Raises TypeError for what is no bool."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(
             f"flash_attention: is_causal must be a bool; got "
             f"{type(causal).__name__}. Pass what varies as mask."
-        )
-    if align not in ALIGNMENTS:
-        raise ValueError(
-            "flash_attention: causal_align must be 'top_left' or 'bottom_right'; got "
-            f"{align!r}. It says which ends of queries and keys lie on the diagonal."
         )
 
 
@@ -117,7 +125,9 @@ def _window(window):
                 f"flash_attention: window must not be negative; got {window!r}. Pass "
                 "None for a side without a bound."
             )
-    return tuple(None if side is None else int(side) for side in window)
+    # Positions of 31 bits with their signs are never as far apart as this.
+    far = np.iinfo(np.int32).max
+    return tuple(None if side is None or side >= far else int(side) for side in window)
 
 
 def _integers(name, x, batch, length=None):
@@ -153,6 +163,12 @@ def _integers(name, x, batch, length=None):
             f"{x.shape}. Give one number for each."
         )
     return jnp.broadcast_to(jnp.asarray(x).astype(jnp.int32).reshape(aligned), shape)
+
+
+def _lengths(name, options, batch, length):
+    """(*batch,), from 0 to `length`: where what counts ends, also if more was given."""
+    lengths = _integers(name, options[name], batch)
+    return lengths if lengths is None else jnp.clip(lengths, 0, length)
 
 
 def _segments(options, batch, q_len, kv_len):

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .arguments import as_float_array, as_precision
+from .arguments import as_float_array, as_int, as_precision
 from .attention import flash_attention
 from .rotary import rotary_embedding
+
+# The default base of the rotary embedding.
+_BASE = 10000.0
 
 
 def fused_qkv(
@@ -20,7 +23,7 @@ def fused_qkv(
     kv_heads: int | None = None,
     rotary: bool = False,
     positions: Int[Array, "*B T"] | None = None,
-    rotary_base: float = 10000.0,
+    rotary_base: float = _BASE,
     rotary_dim: int | None = None,
     precision: lax.Precision | str | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -34,9 +37,9 @@ def fused_qkv(
       w_qkv: of x's dtype: `(D, N + 2K, H)`, heads of q first, then of k, then of v; or
         `(D, 3, N, H)`.
       b_qkv: added, of the shape of w_qkv without D; or None.
-      kv_heads: K. None means as many as query heads.
+      kv_heads: K, of which N is a multiple. None means as many as query heads.
       rotary: turn q and k by `rotary_embedding`.
-      positions, rotary_base, rotary_dim: of that, see there.
+      positions, rotary_base, rotary_dim: of that, see there; not without it.
       precision: of the product.
 
     Returns:
@@ -56,7 +59,13 @@ def fused_qkv(
     op = "fused_qkv"
     x, w = as_float_array(op, "x", x), as_float_array(op, "w_qkv", w_qkv)
     if w.ndim == 4 and w.shape[1] == 3:
-        w = w.reshape(w.shape[0], -1, w.shape[3])
+        heads = w.shape[2]
+        if kv_heads is not None and as_int(op, "kv_heads", kv_heads) != heads:
+            raise ValueError(
+                f"fused_qkv: w_qkv (D, 3, N, H) = {w.shape} has K = N = {heads} heads "
+                f"of keys; got kv_heads={kv_heads}. For fewer pass (D, N + 2K, H)."
+            )
+        w, kv_heads = w.reshape(w.shape[0], 3 * heads, w.shape[3]), heads
     if x.ndim < 2 or w.ndim != 3 or w.shape[0] != x.shape[-1]:
         raise ValueError(
             "fused_qkv: w_qkv must have shape (D, N + 2K, H) or (D, 3, N, H), with the "
@@ -76,10 +85,12 @@ def fused_qkv(
                 f"got {b.shape} of {b.dtype}. Reshape or cast it."
             )
         qkv = qkv + b.reshape((1,) * (x.ndim - 1) + w.shape[1:])
-    if positions is not None and not rotary:
+    given = positions is not None, rotary_dim is not None, rotary_base != _BASE
+    if any(given) and not rotary:
+        name = ("positions", "rotary_dim", "rotary_base")[given.index(True)]
         raise ValueError(
-            "fused_qkv: positions are those of the rotary embedding; got rotary=False. "
-            "Pass rotary=True, or no positions."
+            f"fused_qkv: {name} is of the rotary embedding; got rotary={rotary}. Pass "
+            f"rotary=True, or no {name}."
         )
     q, k, v = unpack(op, qkv, kv_heads)
     if rotary:
@@ -122,19 +133,35 @@ def flash_attention_packed(
                 "flash_attention_packed: qkv must have shape (*B, T, 3, N, H); got "
                 f"{qkv.shape}. For (*B, T, N + 2K, H) pass kv_heads."
             )
-        qkv = qkv.reshape(*qkv.shape[:-3], -1, qkv.shape[-1])
+        *batch, _, kv_heads, features = qkv.shape
+        qkv = qkv.reshape(*batch, 3 * kv_heads, features)
+    elif qkv.ndim < 3:
+        raise ValueError(
+            "flash_attention_packed: qkv must have shape (*B, T, N + 2K, H) where "
+            f"kv_heads is given; got {qkv.shape}. Insert the axes that it lacks."
+        )
     return flash_attention(*unpack(op, qkv, kv_heads), bias, mask, **options)
 
 
 def unpack(op: str, qkv: jax.Array, kv_heads: int | None) -> list[jax.Array]:
     """(..., N + 2K, H) in its three parts."""
     total = qkv.shape[-2]
-    if kv_heads is None and total % 3 == 0:
+    if kv_heads is None:
+        if total % 3:
+            raise ValueError(
+                f"{op}: N + 2K = {total} heads are no 3N; got kv_heads=None. Pass K."
+            )
         kv_heads = total // 3
-    if not isinstance(kv_heads, int) or not 0 < 2 * kv_heads < total:
+    kv_heads = as_int(op, "kv_heads", kv_heads)
+    heads = total - 2 * kv_heads
+    if not (kv_heads > 0 and heads > 0 or kv_heads == total == 0):
         raise ValueError(
             f"{op}: kv_heads must leave heads for the queries, of N + 2K = {total}; "
             f"got {kv_heads}. Pass K."
         )
-    heads = total - 2 * kv_heads
+    if kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"{op}: the heads of q must be a multiple of those of k and v; got {heads} "
+            f"and {kv_heads}, of N + 2K = {total}. Pass another K."
+        )
     return jnp.split(qkv, (heads, heads + kv_heads), axis=-2)

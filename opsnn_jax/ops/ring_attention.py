@@ -22,9 +22,9 @@ from opsnn_jax.dispatch import Choice, Requested
 from opsnn_jax.kernels.attention.spec import Extra
 from opsnn_jax.meshes import align_varying
 
-from .attention import TABLE
-from .attention_arguments import Operands, canonicalize
-from .attention_masks import band_of
+from .attention import TABLE, empty, with_a_value
+from .attention_arguments import Operands, canonicalize, checked_arrays
+from .attention_masks import band_of, check_causal
 
 
 def ring_attention(
@@ -78,6 +78,8 @@ def ring_attention(
             "'reference'. Pass None or a name."
         )
     TABLE.check(implementation)
+    (q, k, v), _ = checked_arrays(q, k, v)
+    check_causal(is_causal)
     places = (None, None)
     if is_causal or window is not None:
         shard = lax.axis_index(axis_name)
@@ -105,13 +107,23 @@ def ring_attention(
     spec, operands, batch = canonicalize(q, k, v, None, None, options)
     # The positions tell the distance; what it may be is as in flash_attention.
     spec = dataclasses.replace(spec, band=band_of(window, is_causal))
-    choice = TABLE.choose(implementation, spec)
+    out, lse = _run(spec, operands, axis_name, implementation)
+    out = out.reshape(*batch, *out.shape[1:])
+    return (out, lse.reshape(*batch, *lse.shape[1:])) if return_lse else out
+
+
+def _run(spec, operands, axis_name, implementation):
+    """out (B, T, N, Hv) and lse (B, T, N), of this device's shard."""
     arrays = align_varying(*operands[:3], *operands.extra)
     operands = Operands(*arrays[:3], Extra(*arrays[3:]))
+    if 0 in (spec.batch, spec.q_len, spec.heads, spec.kv_len):
+        return empty(spec, operands.q)
+    if spec.v_dim == 0:
+        out, lse = _run(*with_a_value(spec, operands), axis_name, implementation)
+        return out[..., :0], lse
+    choice = TABLE.choose(implementation, spec)
     out, lse = _ring(choice, axis_name, operands)
-    out = out.reshape(*batch, *out.shape[1:])
-    lse = lse.swapaxes(1, 2)
-    return (out, lse.reshape(*batch, *lse.shape[1:])) if return_lse else out
+    return out, lse.swapaxes(1, 2)
 
 
 class _Turning(NamedTuple):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from opsnn_jax.kernels.dtypes import accumulate_dtype
 
-from .arguments import as_array, as_float_array
+from .arguments import as_array, as_float_array, as_int
 
 _OP = "rotary_embedding"
 
@@ -82,8 +82,8 @@ def rotary_embedding(
 
 
 def _checked_dim(rotary_dim: Any, features: int) -> int:
-    size = features if rotary_dim is None else rotary_dim
-    if not isinstance(size, int) or not 0 <= size <= features or size % 2:
+    size = features if rotary_dim is None else as_int(_OP, "rotary_dim", rotary_dim)
+    if not 0 <= size <= features or size % 2:
         raise ValueError(
             f"rotary_embedding: rotary_dim must be an even number up to {features}, "
             f"the features of x; got {size}. Turned features come in pairs."

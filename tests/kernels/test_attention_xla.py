@@ -8,6 +8,7 @@ from attention_passes import check_passes
 
 from opsnn_jax.kernels.attention import xla
 from opsnn_jax.kernels.attention.mask import Band
+from opsnn_jax.kernels.attention.spec import AttentionSpec
 from opsnn_jax.ops.attention import flash_attention
 
 CAUSAL = Band(upper=0)
@@ -39,6 +40,34 @@ def test_rows_without_a_key_are_zero_over_several_tiles(key):
     assert not out[:, :9].any()
     assert not dq[:, :9].any()
     assert (lse[..., :9] == -np.inf).all()
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_queries_of_padding_see_no_key(key, segments):
+    # Five queries in two tiles of three; the sixth stands where it would see key 5,
+    # and its padded id is 0.
+    keys = jax.random.split(key, 4)
+    q, k, v, dout = (
+        jax.random.normal(i, (1, n, 1, 4))
+        for i, n in zip(keys, (5, 8, 8, 5), strict=True)
+    )
+    spec = AttentionSpec(
+        1, 5, 8, 1, 1, 4, 4, jnp.dtype(jnp.float32), 0.5,
+        Band() if segments else CAUSAL, None, None, None, ids=segments,
+    )  # fmt: skip
+    ids = jnp.ones((1, 5), jnp.int32), jnp.array([[1] * 5 + [0] * 3], jnp.int32)
+    extra = ids if segments else ()
+
+    @jax.jit
+    def grads(k, v):
+        out, lse = xla.fwd(spec, q, k, v, *extra, block=(4, 4))
+        delta = jnp.sum(out * dout, axis=-1).swapaxes(1, 2)
+        return xla.bwd(spec, q, k, v, lse, delta, dout, *extra, block=(4, 4))
+
+    clean, dirty = (
+        grads(*(x.at[:, 5:].set(hidden) for x in (k, v))) for hidden in (0.0, np.nan)
+    )
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

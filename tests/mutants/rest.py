@@ -47,15 +47,15 @@ MODULES = (
     Mutant(
         "flax-mask-lost",
         "opsnn_jax/nn/attention.py",
-        "None if mask is None else join_scores(mask.astype(bool))",
+        "None if mask is None else jnp.asarray(mask).astype(bool)",
         "None",
         (_MODULES + "test_linen_takes_any_number_of_batch_axes",),
     ),
     Mutant(
         "flax-bias-lost",
         "opsnn_jax/nn/attention.py",
-        "join_scores(bias)",
-        "None",
+        "value,\n        bias,\n        None if mask",
+        "value,\n        None,\n        None if mask",
         (_MODULES + "test_bias_mask_and_dtype_mean_what_they_do_in_flax",),
     ),
     Mutant(

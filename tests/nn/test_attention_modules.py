@@ -158,6 +158,28 @@ def test_bias_mask_and_dtype_mean_what_they_do_in_flax(key, flax, ours):
     assert got.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("flax, ours", [(nn, linen_attention), (nnx, nnx_attention)])
+def test_what_only_flax_takes_is_computed_by_flax(key, flax, ours):
+    q, k, v = jax.random.normal(key, (3, 2, 5, 2, 4))
+    ints = jnp.arange(5).reshape(1, 1, 1, 5)
+    for bias in (ints, ints > 2, np.ones((1, 1, 5, 5)), 0.5):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            call = [m.dot_product_attention(q, k, v, bias) for m in (ours, flax)]
+        check_close(*call)
+    call = [
+        m.dot_product_attention(q, k, v, precision="BF16_BF16_F32")
+        for m in (ours, flax)
+    ]
+    np.testing.assert_array_equal(*call)
+
+
+@pytest.mark.parametrize("ours", [linen_attention, nnx_attention])
+def test_another_batch_of_keys_is_refused_in_a_sentence(ours):
+    q, k = jnp.ones((2, 5, 2, 4)), jnp.ones((3, 5, 2, 4))
+    with pytest.raises(ValueError, match=r"k must have shape .* got \(3, 5, 2, 4\)"):
+        ours.dot_product_attention(q, k, k)
+
+
 def test_the_implementation_can_be_chosen(key):
     q = jax.random.normal(key, (1, 3, 2, 4))
     for module in (linen_attention, nnx_attention):

@@ -61,6 +61,45 @@ def test_nnx_with_a_cache_gives_the_same(key):
     )
 
 
+def test_what_a_cache_has_no_room_for_spoils_nothing(key):
+    x = jax.random.normal(key, (2, 7, 8))
+    layer = Nnx(features=8, **SETTINGS, rngs=nnx.Rngs(0))
+    want = layer(x)
+    layer.init_cache(2, 6)
+    layer(x[:, :4], decode=True)
+    before = np.asarray(layer.cached_key[...])
+    got = layer(x[:, 4:], decode=True)  # three, with room for two
+    close(got[:, :2], want[:, 4:6])
+    assert np.isnan(got[:, 2]).all()
+    np.testing.assert_array_equal(layer.cached_key[...][:, :4], before[:, :4])
+    after = np.asarray(layer.cached_key[...])
+    assert np.isnan(layer(x, decode=True)).all()  # more than the cache is long
+    np.testing.assert_array_equal(layer.cached_key[...], after)
+    assert layer(x[:, :0], decode=True).shape == (2, 0, 8)
+
+
+def test_a_cache_counts_by_itself(key):
+    x, ids = jnp.ones((1, 2, 8)), jnp.zeros((1, 2), int)
+    layer = Nnx(features=8, **SETTINGS, rngs=nnx.Rngs(0))
+    layer.init_cache(1, 4)
+    linen = Linen(**SETTINGS, decode=True)
+    variables = linen.init(key, x)
+    for name in ("positions", "segment_ids"):
+        with pytest.raises(ValueError, match=f"{name} cannot be combined with a cache"):
+            layer(x, decode=True, **{name: ids})
+        with pytest.raises(ValueError, match=f"{name} cannot be combined with a cache"):
+            linen.apply(variables, x, mutable="cache", **{name: ids})
+
+
+def test_the_input_has_three_axes(key):
+    for call in (
+        lambda x: Nnx(features=8, **SETTINGS, rngs=nnx.Rngs(0))(x),
+        lambda x: Linen(**SETTINGS).init(key, x),
+    ):
+        with pytest.raises(ValueError, match=r"x must have shape .* got \(2, 8\)"):
+            call(jnp.ones((2, 8)))
+
+
 def test_segments_and_dropout(key):
     x = jax.random.normal(key, (1, 6, 8))
     ids = jnp.array([[0, 0, 1, 1, 1, 1]])
@@ -78,7 +117,12 @@ def test_segments_and_dropout(key):
 
 
 @pytest.mark.parametrize(
-    "heads, width, match", [((3, 2), 6, "a multiple"), ((4, 2), 6, "must divide")]
+    "heads, width, match",
+    [
+        ((3, 2), 6, "a multiple"),
+        ((4, 2), 6, "must divide"),
+        ((4, 0), 8, "must be positive; got 4 and 0"),
+    ],
 )
 def test_errors(heads, width, match):
     with pytest.raises(ValueError, match=match):

@@ -237,6 +237,38 @@ def test_empty_lengths(sizes, implementation):
             np.testing.assert_array_equal(got[name], jnp.zeros_like(like))
 
 
+@pytest.mark.parametrize(
+    "implementation", [None, "reference", "pallas_tpu", "pallas_gpu"]
+)
+def test_lse_without_features_of_values(key, implementation):
+    q, k, v, _ = make(key, 1, 3, 4, 2, 1, 4)
+
+    @jax.jit
+    def run(q, k, v):
+        options = dict(is_causal=True, implementation=implementation, return_lse=True)
+        out, lse = flash_attention(q, k, v, **options)
+        return jnp.sum(jnp.sin(lse)), (out.shape, lse)
+
+    run = jax.grad(run, (0, 1), has_aux=True)
+    (dq, dk), (shape, lse) = run(q, k, v[..., :0])
+    want_grads, (_, want) = run(q, k, v)
+    assert shape == (1, 3, 2, 0)
+    for a, b in zip((dq, dk, lse), (*want_grads, want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+def test_heads_without_features_of_queries_weigh_all_keys_alike(key, implementation):
+    v = jax.random.normal(key, (2, 4, 1, 3))
+    q, k = jnp.ones((2, 3, 2, 0)), jnp.ones((2, 4, 1, 0))
+    got = out_and_grads(
+        q, k, v, jnp.ones((2, 3, 2, 3)), None, None, False, implementation
+    )
+    want = jnp.broadcast_to(v.mean(1, keepdims=True), (2, 3, 2, 3))
+    np.testing.assert_allclose(got["out"], want, rtol=1e-5, atol=1e-6)
+    assert got["dq"].shape == q.shape
+
+
 def test_causal_is_aligned_top_left():
     for t, s in ((2, 5), (1, 5), (5, 2)):
         q, k = jnp.zeros((1, t, 1, 4)), jnp.zeros((1, s, 1, 4))

@@ -86,6 +86,24 @@ def test_decode_with_a_length_for_all(key):
     np.testing.assert_array_equal(attention_decode(q, k, v, np.int32(5)), each)
 
 
+@pytest.mark.parametrize("batch, tokens, size", [(0, 1, 6), (2, 0, 6), (2, 1, 0)])
+def test_decode_of_nothing(batch, tokens, size):
+    cache = jnp.ones((batch, size, 2, 8))
+    out, lse = attention_decode(
+        jnp.ones((batch, tokens, 4, 8)), cache, cache, jnp.ones(batch, int),
+        splits=3, return_lse=True,
+    )  # fmt: skip
+    assert out.shape == (batch, tokens, 4, 8)
+    np.testing.assert_array_equal(lse, np.full((batch, tokens, 4), -np.inf))
+
+
+def test_decode_takes_integers_of_numpy(key):
+    k, v = cache(key)
+    call = functools.partial(attention_decode, jnp.ones((3, 4, 4)), k, v, np.int32(5))
+    np.testing.assert_array_equal(call(splits=np.int64(3)), call(splits=3))
+    np.testing.assert_array_equal(call(window=2**40), call())
+
+
 @pytest.mark.parametrize(
     "change, error, match",
     [
@@ -94,6 +112,19 @@ def test_decode_with_a_length_for_all(key):
         (dict(lengths=jnp.ones(3)), TypeError, r"lengths must be integers"),
         (dict(lengths=jnp.ones(2, int)), ValueError, r"lengths must have shape"),
         (dict(splits=0), ValueError, r"splits must be"),
+        (dict(splits=True), TypeError, r"splits must be an int"),
+        (
+            dict(q=jnp.ones((3, 4, 5))),
+            ValueError,
+            r"caches must have shapes .* q \(3, 1",
+        ),
+        (dict(v_cache=jnp.ones((3, 8, 2, 4))), ValueError, r"caches must .* \(3, 8, 2"),
+        (dict(v_cache=jnp.ones((2, 12, 2, 4))), ValueError, r"caches must have shapes"),
+        (dict(v_cache=jnp.ones((3, 12, 1, 4))), ValueError, r"caches must have shapes"),
+        (dict(sinks=jnp.ones(1)), ValueError, r"sinks must have shape .* \(4,\)"),
+        (dict(sinks=jnp.ones(())), ValueError, r"sinks must have shape .* got \(\)"),
+        (dict(sinks=jnp.ones(4, int)), TypeError, r"sinks must have dtype"),
+        (dict(sinks=[1.0] * 4), TypeError, r"sinks must be an array; got list"),
     ],
 )
 def test_decode_errors(change, error, match):
@@ -137,6 +168,7 @@ def test_rotary_is_its_formula_and_keeps_norms(key):
         (jnp.ones((2, 3)), {}, ValueError, "x must have axes"),
         (jnp.ones((2, 3, 5)), {}, ValueError, "rotary_dim must be an even"),
         (jnp.ones((2, 3, 4)), dict(rotary_dim=6), ValueError, "rotary_dim must be"),
+        (jnp.ones((2, 3, 4)), dict(rotary_dim=True), TypeError, "rotary_dim must be"),
         (jnp.ones((2, 3, 4)), dict(base=0), ValueError, "base must be a positive"),
         (
             jnp.ones((2, 3, 4)),
@@ -191,6 +223,26 @@ def test_packed_attention(key):
     assert [x.shape for x in parts] == [(2, 5, 4, 8)] * 3
 
 
+def test_the_packed_take_integers_of_numpy():
+    x, w = jnp.ones((2, 5, 8)), jnp.ones((8, 8, 4))
+    one, other = (fused_qkv(x, w, kv_heads=k) for k in (np.int64(2), 2))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert fused_qkv(x, jnp.ones((8, 3, 4, 2)), kv_heads=4)[1].shape == (2, 5, 4, 2)
+
+
+@pytest.mark.parametrize("batch, length, heads", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+@pytest.mark.parametrize("features", [0, 8])
+def test_packed_sizes_of_0(batch, length, heads, features):
+    packed = jnp.ones((batch, length, 3, heads, features))
+    assert flash_attention_packed(packed).shape == (batch, length, heads, features)
+    x, w = jnp.ones((batch, length, features)), jnp.ones((features, 3, heads, 6))
+    for part in fused_qkv(x, w):
+        np.testing.assert_array_equal(
+            part, np.full((batch, length, heads, 6), features)
+        )
+    assert fused_qkv(x, w[..., :0])[0].shape == (batch, length, heads, 0)
+
+
 @pytest.mark.parametrize(
     "call, error, match",
     [
@@ -219,7 +271,37 @@ def test_packed_attention(key):
                 jnp.ones((2, 3)), jnp.ones((3, 6, 2)), positions=jnp.arange(2)
             ),
             ValueError,
-            "positions are those of the rotary",
+            "positions is of the rotary",
+        ),
+        (
+            lambda: fused_qkv(jnp.ones((2, 3)), jnp.ones((3, 6, 2)), rotary_dim=2),
+            ValueError,
+            "rotary_dim is of the rotary",
+        ),
+        (
+            lambda: fused_qkv(jnp.ones((2, 3)), jnp.ones((3, 6, 2)), rotary_base=1.0),
+            ValueError,
+            "rotary_base is of the rotary",
+        ),
+        (
+            lambda: fused_qkv(jnp.ones((2, 3)), jnp.ones((3, 3, 4, 2)), kv_heads=2),
+            ValueError,
+            "has K = N = 4 heads of keys; got kv_heads=2",
+        ),
+        (
+            lambda: fused_qkv(jnp.ones((2, 3)), jnp.ones((3, 10, 2)), kv_heads=3),
+            ValueError,
+            "must be a multiple .* got 4 and 3",
+        ),
+        (
+            lambda: fused_qkv(jnp.ones((2, 3)), jnp.ones((3, 3, 2)), kv_heads=True),
+            TypeError,
+            "kv_heads must be an int",
+        ),
+        (
+            lambda: flash_attention_packed(jnp.ones(8), kv_heads=1),
+            ValueError,
+            r"qkv must have shape \(\*B, T, N \+ 2K, H\) .* got \(8,\)",
         ),
         (
             lambda: flash_attention_packed(jnp.ones((2, 3, 5, 4, 2))),

@@ -144,6 +144,21 @@ def test_bottom_right_is_the_end_of_the_lengths(key, implementation):
     check_mask(key, (2, 4, 8, 1, 1, 4), seen[:, None], implementation, **options)
 
 
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+def test_lengths_beyond_the_array_are_its_own(key, align):
+    q, k, v, dout = make(key, 2, 4, 6, 1, 1, 4)
+    options = dict(is_causal=True, causal_align=align)
+    got = run(
+        q, k, v, dout, **options,
+        q_lengths=jnp.array([9, -3]), kv_lengths=jnp.array([100, 2]),
+    )  # fmt: skip
+    want = run(
+        q, k, v, dout, **options,
+        q_lengths=jnp.array([4, 0]), kv_lengths=jnp.array([6, 2]),
+    )  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @each
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 def test_garbage_behind_the_lengths_reaches_nothing(key, implementation, garbage):

@@ -125,6 +125,44 @@ def test_scan_with_a_bf16_carry_and_remat(key):
     assert jax.grad(run)(q).dtype == bf16
 
 
+def test_a_batch_that_is_not_known_yet(key):
+    """One exported program for every batch, forward and backward."""
+    (b,) = jax.export.symbolic_shape("b")
+    q, k, v, _ = make(key, 3, 5, 6, 4, 2, 8)
+    lengths = jnp.array([6, 2, 0])
+
+    def grads(q, k, v, lengths):
+        options = dict(is_causal=True, kv_lengths=lengths, dropout_rate=0.3)
+        options |= dict(dropout_rng=jax.random.key(0), sinks=jnp.ones(4))
+        f = functools.partial(flash_attention, **options)
+        return jax.value_and_grad(lambda *x: f(*x).sum(), (0, 1, 2))(q, k, v)
+
+    args = q, k, v, lengths
+    shapes = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in args]
+    exported = jax.export.export(jax.jit(grads))(*shapes)
+    check_close(exported.call(*args), grads(*args))
+
+
+def test_sizes_that_are_not_known_yet_are_refused_in_a_sentence():
+    b, t = jax.export.symbolic_shape("b, t")
+
+    def shape(shape, implementation=None):
+        x = jax.ShapeDtypeStruct(shape, f32)
+        call = functools.partial(
+            flash_attention, is_causal=True, implementation=implementation
+        )
+        return jax.eval_shape(call, x, x, x).shape
+
+    for name in ("pallas_tpu", "pallas_gpu"):
+        with pytest.raises(NotImplementedError, match="are known only, got B=b"):
+            shape((b, 5, 4, 8), name)
+    with pytest.raises(NotImplementedError, match="are known only, got T=t, S=t"):
+        shape((b, t, 4, 8))
+    with pytest.raises(ValueError, match="heads and features must be known"):
+        shape((b, 5, t, 8))
+    assert shape((b, t, 4, 8), "reference") == (b, t, 4, 8)
+
+
 def test_equal_calls_are_traced_once(key):
     q, k, v, _ = make(key, 1, 3, 3, 1, 1, 4)
     traced = []
