@@ -72,7 +72,9 @@ def test_argument_without_a_finite_element_is_named(x):
     assert "but not seen: b" in str(report)
 
 
-@pytest.mark.parametrize("f", [jax.nn.relu, jnp.abs, jnp.round], ids=str)
+@pytest.mark.parametrize(
+    "f", [jax.nn.relu, jnp.abs, jnp.round], ids="relu abs round".split()
+)
 @pytest.mark.parametrize("zeros", [1, 28])
 @pytest.mark.parametrize("order", [1, 2])
 def test_beside_a_kink_a_right_gradient_passes(x, f, zeros, order):
