@@ -93,7 +93,8 @@ def parse_ptxas(text: str) -> list[GpuKernel]:
 
 
 def _find_ptxas() -> Path | None:
-    spec = find_spec("nvidia.cu13")
+    # Asked first for the package around it, of which it would be an error to lack it.
+    spec = find_spec("nvidia") and find_spec("nvidia.cu13")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (path := Path(folder) / "bin" / "ptxas").exists():
             return path
