@@ -45,8 +45,8 @@ test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
 
 # With all of XLA's optimizations: also where the bounds on rounding errors are held.
 test-short: $(VENV)/.test   ## run the tests that depend most on the version of JAX
-	$(PYTEST) -n 2 -m 'not slow and not aot' tests/test_dispatch.py tests/kernels \
-	  tests/nn tests/test_public_ops.py tests/ops/test_conv_winograd.py \
+	$(PYTEST) -n 2 -m 'not slow and not aot' tests/test_dispatch.py tests/test_explain.py \
+	  tests/kernels tests/nn tests/test_public_ops.py tests/ops/test_conv_winograd.py \
 	  tests/ops/test_conv_implementations.py tests/training/test_step.py \
 	  tests/training/test_master_weights.py
 
