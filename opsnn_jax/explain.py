@@ -192,7 +192,7 @@ def _explain_pass(table, requested, each, platform, record, compile):
             specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
             f = functools.partial(implementation.passes[each.name], spec)
             if implementation.pallas:
-                # As it runs there: a process without a GPU knows of no kind to plan for.
+                # As it runs there: without a GPU there is no kind of one to plan for.
                 interpret = platform not in implementation.platforms
                 f = functools.partial(f, interpret=interpret)
             multiplies = count_multiplies(f, *specs)
