@@ -4,11 +4,11 @@ import dataclasses
 import re
 import subprocess
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 from opsnn_jax.aot.report import GpuKernel
 from opsnn_jax.aot.targets import Target
+from opsnn_jax.aot.toolchain import find_module
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -93,8 +93,7 @@ def parse_ptxas(text: str) -> list[GpuKernel]:
 
 
 def _find_ptxas() -> Path | None:
-    # Asked first for the package around it, of which it would be an error to lack it.
-    spec = find_spec("nvidia") and find_spec("nvidia.cu13")
+    spec = find_module("nvidia.cu13")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (path := Path(folder) / "bin" / "ptxas").exists():
             return path

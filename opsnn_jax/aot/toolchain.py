@@ -1,6 +1,7 @@
 """The compilers of absent devices: which are needed, and are they here."""
 
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
 from opsnn_jax.aot.targets import Target
@@ -27,7 +28,7 @@ _COMPILERS = {
 def require_toolchain(target: Target) -> None:
     """Raises MissingToolchain, in one line, where `target` cannot be compiled for."""
     needed = {name: name for name in _TOOLS} | _COMPILERS[target.platform]
-    missing = [d for m, d in needed.items() if not _importable(m)]
+    missing = [d for m, d in needed.items() if find_module(m) is None]
     if not missing:
         return
     if target.platform == "tpu":
@@ -45,8 +46,9 @@ def toolchain_versions(target: Target) -> dict[str, str]:
     return {name: metadata.version(name) for name in names}
 
 
-def _importable(module: str) -> bool:
+def find_module(name: str) -> ModuleSpec | None:
+    """Where a module is, without importing it; None if it is missing."""
     try:
-        return find_spec(module) is not None
+        return find_spec(name)
     except ModuleNotFoundError:  # its parent package is missing
-        return False
+        return None

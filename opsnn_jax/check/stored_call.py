@@ -148,7 +148,7 @@ def _decode(node, stored):
             return jnp.asarray(_array(node, stored))
         case {"value": value}:
             return value
-    raise ValueError(f"load_arguments: {_FILE} must be of this version; got {node}.")
+    raise ValueError(f"check: {_FILE} must be of this version; got {node}.")
 
 
 def _array(node, stored) -> np.ndarray:

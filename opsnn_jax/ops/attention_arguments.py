@@ -136,7 +136,8 @@ def _check_shapes(q, k, v):
     if not all(isinstance(n, int) for n in (*q_shape[1:], *k_shape[1:], v_shape[2])):
         raise ValueError(
             "flash_attention: heads and features must be known while tracing; got q "
-            f"{q.shape}, k {k.shape} and v {v.shape}. Only the batch may be symbolic."
+            f"{q.shape}, k {k.shape} and v {v.shape}. Only "
+            "batch and lengths may be unknown."
         )
     heads = q_shape[1]
     if heads % kv_heads if kv_heads else heads:

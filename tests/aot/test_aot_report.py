@@ -9,15 +9,12 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
-import jax
 import pytest
 from rich.console import Console
 
 from opsnn_jax.aot import figures
-from opsnn_jax.aot.child import count_mosaic
-from opsnn_jax.aot.compile import _name_of, _notes
+from opsnn_jax.aot.compile import _name_of
 from opsnn_jax.aot.page import render_page
-from opsnn_jax.aot.ptxas import parse_ptxas, read_kernels
 from opsnn_jax.aot.report import (
     GpuKernel,
     Kernel,
@@ -32,7 +29,6 @@ from opsnn_jax.aot.report import (
 from opsnn_jax.aot.roofline import choose_rate, find_roofline
 from opsnn_jax.aot.table import print_reports
 from opsnn_jax.aot.targets import TARGETS, get_target
-from opsnn_jax.aot.words import death, diagnostics, meaningful, raised_in
 
 MEMORY = Memory(arguments=1000, outputs=500, temporaries=200, aliased=100)
 KERNEL = Kernel(
@@ -292,77 +288,6 @@ def test_units_of_figures():
     assert figures.seconds(0.0) == "0 ns"
     assert figures.size(1536) == "1.5 KiB"
     assert figures.count(2.5e9) == "2.5G"
-
-
-def test_meaningful_lines():
-    message = "\n\nXlaRuntimeError: no room\n----\n  at Foo\n" + "detail\n" * 50
-    lines = meaningful(message).splitlines()
-    assert lines[0] == "XlaRuntimeError: no room"
-    assert len(lines) == 8
-
-
-def test_diagnostics_of_the_compiler():
-    said = """
-W0000 00:00:00.000000 1 log.cc:1] error rates are high
-loc("good"("k.py":6:11)): error: 'nvvm.cp' op is not supported on sm_80
-loc("good"("k.py":6:11)): error: 'nvvm.cp' op is not supported on sm_80
-loc("good"("k.py":6:11)): note: see current operation
-k.py:7:1: error: told already
-"""
-    (line,) = diagnostics(said, "INTERNAL: told already").splitlines()
-    assert line.endswith("error: 'nvvm.cp' op is not supported on sm_80")
-
-
-def test_the_last_words_of_a_process():
-    said = death(-6, "much\nF0101 1 a.cc:1] Check failed: x\nmore")
-    assert said.splitlines()[0] == "the compiler died of SIGABRT"
-    assert said.splitlines()[1].startswith("F0101")
-    assert death(3, "bye") == "the compiler exited with 3\nbye"
-
-
-def test_where_an_error_was_raised():
-    def leaf(x):
-        return {}["nokey"]
-
-    with pytest.raises(KeyError) as caught:
-        jax.eval_shape(leaf, 1.0)
-    where = raised_in(caught.tb)
-    assert re.fullmatch(r"in leaf, .*test_aot_report\.py:\d+", where)
-    assert raised_in(caught.tb, besides=[__file__]) == ""
-
-
-def test_ptxas_output():
-    said = """
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'a' for 'sm_90a'
-ptxas info    : Function properties for a
-    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads
-ptxas info    : Used 255 registers, used 1 barriers, 8 bytes stack, 4096 bytes smem
-ptxas info    : Compiling entry function 'b' for 'sm_90a'
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 12 registers, used 0 barriers
-"""
-    assert parse_ptxas(said) == [
-        GpuKernel("a", 255, 16, 24, 4096),
-        GpuKernel("b", 12, 0, 0, 0),
-    ]
-
-
-@pytest.mark.parametrize("config", ['{kernel_hash = "a, b", x = 1}', "{x = 1}"])
-def test_kernels_of_mosaic_are_counted(config):
-    call = f'custom-call(%x), custom_call_target="mosaic_gpu_v2", config={config}'
-    text = f"%a = {call}\n%b = {call}\n%c = custom-call(%x), target=other\n"
-    assert count_mosaic(text) == 1
-    other = call.replace("a, b", "c").replace("x = 1", "x = 2")
-    assert count_mosaic(f"{text}%d = {other}\n") == (2 if "hash" in config else 1)
-
-
-def test_kernels_without_ptx_are_not_0(tmp_path):
-    assert read_kernels(tmp_path, get_target("h200"), mosaic=2) == ((), 2)
-    notes = _notes({"flops": 1.0, "loops": False}, get_target("h200"), None, 2, {})
-    assert "ptxas told nothing of 2 kernel(s)" in " ".join(notes)
-    unknown = dataclasses.replace(GPU.gpu_kernels[0], shared_memory=None)
-    assert "? of shared memory" in figures.gpu_kernel(unknown)
 
 
 def test_importing_the_package_imports_nothing_heavy():

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from opsnn_jax.ops.attention import flash_attention
 
@@ -160,3 +161,23 @@ def check_against_exact(ours, args, plain=None, **options):
         a, b = np.abs(got - want), np.abs(theirs - want)
         for norm in (np.max, lambda x: np.sqrt(np.mean(x * x))):
             assert norm(a) <= max(2 * norm(b), floor), (name, norm(a), norm(b), floor)
+
+
+each = pytest.mark.parametrize(
+    "implementation", ["reference", "xla", "pallas_tpu", "pallas_gpu"]
+)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "options"))
+def run(q, k, v, dout, dlse, operands, implementation, options=()):
+    """Outputs and gradients, those of bias and sinks too."""
+
+    def f(q, k, v, differentiable):
+        call = dict(implementation=implementation, return_lse=True) | dict(options)
+        return flash_attention(q, k, v, **{**operands, **differentiable}, **call)
+
+    differentiable = {n: operands[n] for n in ("bias", "sinks") if n in operands}
+    (out, lse), vjp = jax.vjp(f, q, k, v, differentiable)
+    dq, dk, dv, rest = vjp((dout, dlse))
+    named = {f"d{name}": x for name, x in rest.items()}
+    return dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv, **named)
