@@ -1,9 +1,10 @@
 """Winograd convolution fused into one Pallas TPU kernel: 3 x 3, stride 1.
 
-One grid step takes a row of tiles of several images with all their channels: transforms
+One grid step takes a few tiles of several images with all their channels: transforms
 them, multiplies frequency by frequency on the matrix unit, transforms back and writes
-finished pixels. The transformed tiles never leave vector memory. The kernels are in
-`tpu_kernels.py`, how images are cut and laid out for them in `tpu_blocks.py`.
+finished pixels. Neither the transformed tiles nor the transformed filter ever leave
+vector memory. The kernels are in `tpu_kernels.py`, how images are cut and laid out for
+them in `tpu_blocks.py`.
 
 float32 uses F(4, 3). The matrix unit multiplies numbers of bfloat16, so multiplicands
 are split into three of these, and the six larger products are summed: what XLA does for
@@ -16,6 +17,7 @@ directly.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +28,12 @@ from ..conv import direct, windows
 from ..conv.epilogue import empty_sum
 from ..conv.spec import ConvSpec
 from ..finite import or_exact
-from ..tiling import SUBLANES, ceil_div, result_type
+from ..tiling import result_type
 from . import tpu_kernels as kernels
 from . import xla
 from .tpu_blocks import (
+    CHUNK,
     VMEM_LIMIT,
-    Blocks,
-    block_outputs,
     blocks_of,
     coefficient_specs,
     coefficients,
@@ -98,12 +99,40 @@ def weight_gradient(
     return or_exact(fast, exact)(x, dy)
 
 
+def visits(spec: ConvSpec, name: str) -> dict[str, tuple[int, tuple[float, ...]]]:
+    """How often the kernel of a pass runs its parts, for figures of its schedule.
+
+    For float32: what transforms a filter in bfloat16 is too short to be told from what
+    copies blocks.
+
+    Returns:
+      By the name of the kernel: the steps of its grid, and how often each stretch of
+      code runs that it may skip or repeat, on average each time that it is reached.
+    """
+    blocks = blocks_of(windows.over_dy(spec) if name == "dx" else spec)
+    outputs, *others = blocks.grid
+    each = math.prod(others)
+    chunks = blocks.channels // CHUNK / each
+    if name != "dw":
+        return {"winograd_correlate": (outputs * each, (chunks, blocks.t.n))}
+    # Where an O has one step, the sums are reset in each, unconditionally.
+    reset = () if each == 1 else (1 / each,)
+    often = *reset, blocks.t.n, chunks
+    return {"winograd_weight_gradient": (outputs * each, often)}
+
+
+# Steps of one O share a transformed filter: only those of different ones are parallel.
+_COMPILER_PARAMS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", *("arbitrary",) * 3), vmem_limit_bytes=VMEM_LIMIT
+)
+
+
 # The passes for finite results.
 
 
 def fast_forward(spec: ConvSpec, x, w, b=None, residual=None, *, interpret: bool):
     blocks = blocks_of(spec)
-    x, u = blocks.pad(spec, x), _transformed_filter(blocks, w, interpret)
+    x, w = blocks.pad(spec, x), blocks.pad_filter(w)
     b = jnp.zeros(w.shape[-1], jnp.float32) if b is None else b
     more = [] if residual is None else [to_sublanes(residual)]
     y_type = result_type((*spec.out_spatial, spec.x_shape[0], w.shape[-1]), spec.dtype)
@@ -115,28 +144,23 @@ def fast_forward(spec: ConvSpec, x, w, b=None, residual=None, *, interpret: bool
         in_specs=[
             *coefficient_specs(),
             blocks.window_spec(),
-            pl.BlockSpec(
-                (blocks.parts, *blocks.filters),
-                lambda o, n, h, w: (0, 0, 0, o),
-                pipeline_mode=pl.Buffered(1),
-            ),
+            blocks.filter_spec(),
             pl.BlockSpec((1, blocks.block_o), lambda o, n, h, w: (0, o)),
             *[blocks.finished_spec() for _ in more],
         ],
         out_specs=[blocks.finished_spec()] * (1 + spec.keep_preactivation),
         out_shape=[y_type] * (1 + spec.keep_preactivation),
         scratch_shapes=[
+            pltpu.VMEM((blocks.parts, *blocks.transformed), jnp.bfloat16),
             pltpu.VMEM(
                 (blocks.t.m, blocks.t.m, blocks.tiles, blocks.block_o), jnp.float32
             ),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 4, vmem_limit_bytes=VMEM_LIMIT
-        ),
+        compiler_params=_COMPILER_PARAMS,
         cost_estimate=blocks.cost(),
         interpret=interpret,
         name="winograd_correlate",
-    )(*coefficients(blocks.t), x, u, b[None], *more)
+    )(*coefficients(blocks.t), x, w, b[None], *more)
     outs = tuple(map(from_sublanes, outs))
     return outs if spec.keep_preactivation else outs[0]
 
@@ -148,62 +172,19 @@ def fast_input_gradient(spec: ConvSpec, w, dy, *, interpret: bool):
 
 def fast_weight_gradient(spec: ConvSpec, x, dy, *, interpret: bool):
     blocks = blocks_of(spec)
-    t, x, dy = blocks.t, blocks.pad(spec, x), blocks.pad_pixels(dy)
-    du = pl.pallas_call(
+    x, dy = blocks.pad(spec, x), blocks.pad_pixels(dy)
+    dw = pl.pallas_call(
         functools.partial(kernels.weight_gradient_kernel, blocks=blocks),
         grid=blocks.grid,
         in_specs=[*coefficient_specs(), blocks.window_spec(), blocks.finished_spec()],
-        out_specs=pl.BlockSpec(
-            blocks.filters,
-            lambda o, n, h, w: (0, 0, o),
-            pipeline_mode=pl.Buffered(1),
+        out_specs=blocks.filter_spec(),
+        out_shape=result_type(
+            (blocks.t.r**2, blocks.channels, blocks.outputs), spec.dtype
         ),
-        out_shape=result_type((t.n**2, blocks.channels, blocks.outputs), jnp.float32),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", *("arbitrary",) * 3),
-            vmem_limit_bytes=VMEM_LIMIT,
-        ),
+        scratch_shapes=[pltpu.VMEM(blocks.transformed, jnp.float32)],
+        compiler_params=_COMPILER_PARAMS,
         cost_estimate=blocks.cost(),
         interpret=interpret,
         name="winograd_weight_gradient",
-    )(*coefficients(t), x, dy)
-    (dw,) = _map_frequencies(t.array("g", jnp.float32).T, du, 1, spec.dtype, interpret)
+    )(*coefficients(blocks.t), x, dy)
     return dw[:, : spec.w_shape[2]].reshape(spec.w_shape)
-
-
-def _transformed_filter(blocks: Blocks, w, interpret):
-    """G w GT in its parts: (parts, n*n, C, O)."""
-    extra = blocks.channels - w.shape[2]
-    w = jnp.pad(w, [(0, 0), (0, 0), (0, extra), (0, 0)]).reshape(9, -1, w.shape[-1])
-    g = blocks.t.array("g", jnp.float32)
-    return _map_frequencies(g, w, blocks.parts, jnp.bfloat16, interpret)
-
-
-def _map_frequencies(matrix, x, parts, dtype, interpret):
-    """The product of `matrix`, x and matrix^T over the two axes that x's first holds.
-
-    x (c*c, C, O) gives (parts, r*r, C, O).
-    """
-    r, c = matrix.shape
-    _, channels, outputs = x.shape
-    block_c = min(channels, 2 * SUBLANES)
-    block_o = block_outputs(outputs)
-    return pl.pallas_call(
-        functools.partial(kernels.map_frequencies_kernel, matrix=matrix),
-        grid=(ceil_div(channels, block_c), ceil_div(outputs, block_o)),
-        in_specs=[pl.BlockSpec((c * c, block_c, block_o), lambda i, o: (0, i, o))],
-        out_specs=pl.BlockSpec(
-            (parts, r * r, block_c, block_o), lambda i, o: (0, 0, i, o)
-        ),
-        out_shape=result_type((parts, r * r, channels, outputs), dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel")
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * r * c * (r + c) * channels * outputs,
-            bytes_accessed=(c * c + r * r) * channels * outputs * 4,
-            transcendentals=0,
-        ),
-        interpret=interpret,
-        name="winograd_map_frequencies",
-    )(x)

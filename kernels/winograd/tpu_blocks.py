@@ -4,8 +4,9 @@ Images lie in sublanes, channels in lanes, rows and columns in untiled dimension
 (H, W, N, C). The elements of a tile are then whole registers at other places, and a
 small image wastes none. XLA lays out a batch of a multiple of 8 so by itself.
 
-One step takes a row of at most `MOST_COLUMNS` tiles of the images of one register. The
-window of inputs that it sees overlaps that of its neighbours by r - 1 pixels.
+One step takes at most `MOST_TILES` tiles of the images of one register: part of a row
+of them, or several rows of a narrow image. The window of inputs that it sees overlaps
+that of its neighbours by r - 1 pixels.
 """
 
 import dataclasses
@@ -25,11 +26,14 @@ from .transforms import Transform, transform
 VMEM_LIMIT = 60 << 20
 _VMEM_BLOCKS = 48 << 20
 
-# Tiles of a row in a step; of the 8 images of a register in fp32 they are 64: enough to
-# hide that the filter is loaded for them, few enough for a row of frequencies to be at
-# hand when the output transform adds it. In bfloat16 a register has twice the images,
-# and a frequency one part instead of three.
-MOST_COLUMNS = 8
+# Tiles of an image in a step; of the 8 images of a register in fp32 they are 64: enough
+# to hide that the filter is loaded for them, few enough for a row of frequencies to be
+# at hand when the output transform adds it. In bfloat16 a register has twice the
+# images, and a frequency one part instead of three.
+MOST_TILES = 8
+
+# Channels of a filter that are transformed together: a register of bfloat16.
+CHUNK = 2 * SUBLANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +43,11 @@ class Blocks:
     Attributes:
       t: the transform of both dimensions.
       dtype: of x, and of what is computed.
-      images, channels: as padded, `images` to a multiple of `batch`.
+      images, channels: as padded, to multiples of `batch` and of `CHUNK`.
       outputs: as they are; the last step may see more.
       batch: images of a step, as many as fill the sublanes of a register.
-      rows: of tiles.
-      columns: of tiles in a step, `steps` of which make a row.
+      rows, columns: of tiles in a step.
+      steps: how many of them the rows, and the columns, of an image take.
       block_o: outputs of a step.
     """
 
@@ -55,19 +59,19 @@ class Blocks:
     batch: int
     rows: int
     columns: int
-    steps: int
+    steps: tuple[int, int]
     block_o: int
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """(outputs, images, tile rows, columns): the filter changes least often."""
+        """(outputs, images, rows, columns): the filter changes least often."""
         steps_o = ceil_div(self.outputs, self.block_o)
-        return steps_o, self.images // self.batch, self.rows, self.steps
+        return steps_o, self.images // self.batch, *self.steps
 
     @property
     def tiles(self) -> int:
         """Rows of a product: the tiles of a step."""
-        return self.columns * self.batch
+        return self.rows * self.columns * self.batch
 
     @property
     def parts(self) -> int:
@@ -77,17 +81,24 @@ class Blocks:
     @property
     def window(self) -> tuple[int, ...]:
         """The shape of what a step sees of x."""
-        t = self.t
-        return (t.n, t.m * self.columns + t.r - 1, self.batch, self.channels)
+        height, width, *_ = self.finished
+        more = self.t.r - 1
+        return (height + more, width + more, self.batch, self.channels)
 
     @property
     def finished(self) -> tuple[int, ...]:
         """The shape of a step's pixels."""
-        return (self.t.m, self.t.m * self.columns, self.batch, self.block_o)
+        m = self.t.m
+        return (m * self.rows, m * self.columns, self.batch, self.block_o)
 
     @property
     def filters(self) -> tuple[int, ...]:
-        """The shape of the transformed filter of a step, of one part."""
+        """The shape of a step's filter."""
+        return (self.t.r**2, self.channels, self.block_o)
+
+    @property
+    def transformed(self) -> tuple[int, ...]:
+        """The shape of one part of that, transformed."""
         return (self.t.n**2, self.channels, self.block_o)
 
     @property
@@ -96,26 +107,27 @@ class Blocks:
         itemsize = jnp.dtype(self.dtype).itemsize
         pixels = self.finished
         window = 2 * padded_bytes(self.window, itemsize)
-        row = padded_bytes(self.window[1:], 4)
+        row = self.rows * padded_bytes(self.window[1:], 4)
         sums = (self.t.m**2, self.tiles, self.block_o)
+        filters = padded_bytes(self.filters, itemsize)
         forward = (
-            self.parts * padded_bytes(self.filters, 2)
+            self.parts * padded_bytes(self.transformed, 2)
             + 3 * 2 * padded_bytes(pixels, itemsize)  # y, z and the residual
             + padded_bytes(sums, 4)
         )
         gradient = (
-            padded_bytes(self.filters, 4)
+            padded_bytes(self.transformed, 4)
             + 2 * padded_bytes(pixels, itemsize)
-            + padded_bytes(pixels[1:], 4)
+            + self.rows * padded_bytes(pixels[1:], 4)
         )
-        return window + row + max(forward, gradient) <= _VMEM_BLOCKS
+        return window + row + filters + max(forward, gradient) <= _VMEM_BLOCKS
 
     def window_spec(self) -> pl.BlockSpec:
         """The spec of `window`, of an x that `pad` made."""
-        t = self.t
+        height, width, *_ = self.finished
 
         def start(o, n, h, w):
-            return h * t.m, w * t.m * self.columns, n * self.batch, 0
+            return h * height, w * width, n * self.batch, 0
 
         return pl.BlockSpec(tuple(map(pl.Element, self.window)), start)
 
@@ -123,25 +135,41 @@ class Blocks:
         """The spec of `finished`, of an array (H, W, N, O) of any size."""
         return pl.BlockSpec(self.finished, lambda o, n, h, w: (h, w, n, o))
 
+    def filter_spec(self) -> pl.BlockSpec:
+        """The spec of `filters`, of an array (r*r, C, O): for all steps of an O."""
+        return pl.BlockSpec(
+            self.filters, lambda o, n, h, w: (0, 0, o), pipeline_mode=pl.Buffered(1)
+        )
+
     def pad(self, spec: ConvSpec, x):
         """x, padded, or cropped where negative, to whole windows: (H, W, N, C)."""
-        t = self.t
-        tiles = self.rows, self.steps * self.columns
         config = [(0, self.images - x.shape[0], 0)]
-        for size, (lo, _), count in zip(spec.spatial, spec.padding, tiles, strict=True):
-            config.append((lo, t.m * count + t.r - 1 - size - lo, 0))
+        for size, (lo, _), whole in zip(
+            spec.spatial, spec.padding, self._whole_pixels, strict=True
+        ):
+            config.append((lo, whole + self.t.r - 1 - size - lo, 0))
         config.append((0, self.channels - x.shape[-1], 0))
         x = lax.pad(x, jnp.zeros((), x.dtype), config)
         return to_sublanes(x)
 
     def pad_pixels(self, dy):
         """dy, padded to whole blocks of pixels: (H, W, N, O)."""
-        tiles = self.rows, self.steps * self.columns
         config = [(0, self.images - dy.shape[0], 0)]
-        for size, count in zip(dy.shape[1:3], tiles, strict=True):
-            config.append((0, self.t.m * count - size, 0))
+        for size, whole in zip(dy.shape[1:3], self._whole_pixels, strict=True):
+            config.append((0, whole - size, 0))
         dy = lax.pad(dy, jnp.zeros((), dy.dtype), [*config, (0, 0, 0)])
         return to_sublanes(dy)
+
+    def pad_filter(self, w):
+        """w, padded to whole chunks of channels: (r*r, C, O)."""
+        extra = self.channels - w.shape[2]
+        w = jnp.pad(w, [(0, 0), (0, 0), (0, extra), (0, 0)])
+        return w.reshape(-1, *w.shape[2:])
+
+    @property
+    def _whole_pixels(self):
+        """Height and width of the pixels of all steps."""
+        return [n * size for n, size in zip(self.steps, self.finished[:2], strict=True)]
 
     def cost(self) -> pl.CostEstimate:
         """Of the products of all tiles, for XLA's own model of the program."""
@@ -151,7 +179,7 @@ class Blocks:
         itemsize = jnp.dtype(self.dtype).itemsize
         return pl.CostEstimate(
             flops=2 * tiles * filters,
-            bytes_accessed=itemsize * pixels + 2 * self.parts * filters,
+            bytes_accessed=itemsize * (pixels + t.r**2 * self.channels * self.outputs),
             transcendentals=0,
         )
 
@@ -160,25 +188,31 @@ def blocks_of(spec: ConvSpec) -> Blocks:
     """The blocks of a correlation; F(4, 3), or for bfloat16, whose multiplicands are
     rounded, F(2, 3)."""
     t = transform(4 if spec.dtype == "float32" else 2, 3)
-    rows, columns = (ceil_div(size, t.m) for size in spec.out_spatial)
-    steps = ceil_div(columns, MOST_COLUMNS)
+    image = [ceil_div(size, t.m) for size in spec.out_spatial]
+    columns = _evenly(image[1], MOST_TILES)
+    rows = _evenly(image[0], MOST_TILES // columns)
     batch = SUBLANES * 4 // jnp.dtype(spec.dtype).itemsize
     channels, outputs = spec.w_shape[-2:]
     blocks = Blocks(
         t=t,
         dtype=spec.dtype,
         images=round_up(spec.x_shape[0], batch),
-        channels=_whole_lanes(channels),
+        channels=_whole_chunks(channels),
         outputs=outputs,
         batch=batch,
         rows=rows,
-        columns=ceil_div(columns, steps),
-        steps=steps,
+        columns=columns,
+        steps=(ceil_div(image[0], rows), ceil_div(image[1], columns)),
         block_o=block_outputs(outputs),
     )
     if not blocks.fits and blocks.block_o > LANES:
         return dataclasses.replace(blocks, block_o=LANES)
     return blocks
+
+
+def _evenly(count, most):
+    """The least size of the fewest parts of `count` that are at most `most`."""
+    return ceil_div(count, ceil_div(count, most))
 
 
 def block_outputs(outputs: int) -> int:
@@ -195,8 +229,8 @@ def from_sublanes(y):
     return jnp.transpose(y, (2, 0, 1, 3))
 
 
-def _whole_lanes(channels):
-    return channels if channels <= LANES else round_up(channels, LANES)
+def _whole_chunks(channels):
+    return round_up(channels, CHUNK if channels <= LANES else LANES)
 
 
 def coefficient_specs() -> list[pl.BlockSpec]:

@@ -1,7 +1,7 @@
 """The bodies of the Winograd TPU kernels.
 
 In them a pixel is a register or several: (images, channels), see `tpu_blocks.py`. The
-tiles of a step are the rows of a matrix, column by column, the images of one together.
+tiles of a step are the rows of a matrix, row by row, the images of one together.
 """
 
 import functools
@@ -12,29 +12,41 @@ from jax.experimental import pallas as pl
 
 from ..conv.epilogue import finish
 from ..conv.spec import ConvSpec
-from .tpu_blocks import Blocks
+from .tpu_blocks import CHUNK, Blocks
 
 
 def correlate_kernel(
-    bt_ref, at_ref, x_ref, u_ref, b_ref, *refs,
+    bt_ref, at_ref, x_ref, w_ref, b_ref, *refs,
     spec: ConvSpec, blocks: Blocks, has_residual: bool,
 ):  # fmt: skip
-    """Finished pixels from a window and u (parts, n*n, C, O).
+    """Finished pixels from a window and the filter (r*r, C, O).
 
     After b comes the residual, if there is one; y, and z if the spec keeps it; and
-    scratch: acc (m columns, m rows, tiles, O).
+    scratch: u (parts, n*n, C, O), which the first step of an O fills for the others,
+    and acc (m columns, m rows, tiles, O).
     """
     residual_ref = refs[0] if has_residual else None
-    *y_refs, acc_ref = refs[has_residual:]
-    t = blocks.t
+    *y_refs, u_ref, acc_ref = refs[has_residual:]
+    t, g = blocks.t, blocks.t.array("g", jnp.float32)
+
+    @pl.when(_is_first_of_outputs())
+    def _():
+        @pl.loop(0, blocks.channels // CHUNK)
+        def _(k):
+            chunk = _chunk(k)
+            w = [_f32(w_ref[i, chunk]) for i in range(t.r**2)]
+            for f, element in enumerate(_both_sides(g, w)):
+                for j, part in enumerate(_parts(element, blocks)):
+                    u_ref[j, f, chunk] = part
+
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
     # A loop, with coefficients read from scalar memory: unrolled, the 36 products of
     # F(4, 3) make a program that takes minutes to compile.
     @pl.loop(0, t.n)
     def _(p):
-        row = _sum([bt_ref[p, i] * _f32(x_ref[i]) for i in range(t.n)])
-        elements = _column_elements(row, t.n, blocks)
+        rows = _combine_rows([bt_ref[p, i] for i in range(t.n)], x_ref, blocks)
+        elements = _column_elements(rows, t.n, blocks)
         products = [
             _product(_parts(_combine(t.bt[q], elements), blocks), u_ref, p * t.n + q)
             for q in range(t.n)
@@ -44,35 +56,44 @@ def correlate_kernel(
             acc_ref[j] += jnp.stack([at_ref[i, p] * across for i in range(t.m)])
 
     for i in range(t.m):
-        elements = [acc_ref[j, i] for j in range(t.m)]
-        y = _row_of_pixels(elements, blocks)
+        y = _rows_of_pixels([acc_ref[j, i] for j in range(t.m)], blocks)
         if spec.activation == "relu":
             # Of a sum that overflowed to -inf on the way it would make a zero, which
             # `or_exact` could not tell from a finite result: so it is NaN.
             y += y - y
         y += _f32(b_ref[...])
-        more = residual_ref[i].reshape(y.shape) if has_residual else None
+        # Of every row of tiles, pixel row i.
+        here = range(i, t.m * blocks.rows, t.m)
+        more = None
+        if has_residual:
+            more = jnp.stack([residual_ref[h] for h in here]).reshape(y.shape)
         outs = finish(spec, y, residual=more)
         outs = outs if spec.keep_preactivation else (outs,)
         for ref, out in zip(y_refs, outs, strict=True):
-            ref[i] = out.reshape(ref.shape[1:])
+            pixels = out.reshape(blocks.rows, *ref.shape[1:])
+            for row, h in enumerate(here):
+                ref[h] = pixels[row]
 
 
-def weight_gradient_kernel(bt_ref, at_ref, x_ref, dy_ref, du_ref, *, blocks: Blocks):
-    """du (n*n, C, O), summed over the grid, from a window of x and its pixels of dy."""
-    t = blocks.t
-    first = [pl.program_id(axis) == 0 for axis in (1, 2, 3)]
+def weight_gradient_kernel(
+    bt_ref, at_ref, x_ref, dy_ref, dw_ref, du_ref, *, blocks: Blocks
+):
+    """dw (r*r, C, O), from windows of x and their pixels of dy.
 
-    @pl.when(functools.reduce(jnp.logical_and, first))
+    Scratch: du (n*n, C, O), summed over all steps of an O.
+    """
+    t, g = blocks.t, blocks.t.array("g", jnp.float32)
+
+    @pl.when(_is_first_of_outputs())
     def _():
         du_ref[...] = jnp.zeros_like(du_ref)
 
     @pl.loop(0, t.n)
     def _(p):
-        row = _sum([bt_ref[p, i] * _f32(x_ref[i]) for i in range(t.n)])
-        dy_row = _sum([at_ref[i, p] * _f32(dy_ref[i]) for i in range(t.m)])
-        x_elements = _column_elements(row, t.n, blocks)
-        dy_elements = _column_elements(dy_row, t.m, blocks)
+        x_rows = _combine_rows([bt_ref[p, i] for i in range(t.n)], x_ref, blocks)
+        dy_rows = _combine_rows([at_ref[i, p] for i in range(t.m)], dy_ref, blocks)
+        x_elements = _column_elements(x_rows, t.n, blocks)
+        dy_elements = _column_elements(dy_rows, t.m, blocks)
         for q in range(t.n):
             v = _parts(_combine(t.bt[q], x_elements), blocks)
             z = _parts(_combine([t.at[j][q] for j in range(t.m)], dy_elements), blocks)
@@ -84,38 +105,69 @@ def weight_gradient_kernel(bt_ref, at_ref, x_ref, dy_ref, du_ref, *, blocks: Blo
             )
             du_ref[p * t.n + q] += _dot(v, z, ((0,), (0,)))
 
-
-def map_frequencies_kernel(x_ref, y_ref, *, matrix):
-    """y, the product of `matrix`, x and matrix^T over the axes that x's first holds.
-
-    x (c*c, ...). In fp32; y (parts, r*r, ...) holds the result as parts, see `_split`.
-    """
-    r, c = matrix.shape
-    x, (count, *_) = _f32(x_ref[...]), y_ref.shape
-    columns = [[x[k * c + j] for k in range(c)] for j in range(c)]
-    for i in range(r):
-        half = [_combine(matrix[i], column) for column in columns]
-        each = [_split(_combine(row, half), count, y_ref.dtype) for row in matrix]
-        for k, part in enumerate(zip(*each, strict=True)):
-            y_ref[k, i * r : (i + 1) * r] = jnp.stack(part)
+    @pl.when(_is_last_of_outputs())
+    def _():
+        @pl.loop(0, blocks.channels // CHUNK)
+        def _(k):
+            chunk = _chunk(k)
+            du = [du_ref[f, chunk] for f in range(t.n**2)]
+            dw = jnp.stack(list(_both_sides(g.T, du)))
+            dw_ref[:, chunk] = dw.astype(dw_ref.dtype)
 
 
-def _column_elements(row, count, blocks):
+def _is_first_of_outputs():
+    """Whether no step has come before with these outputs."""
+    return _all([pl.program_id(axis) == 0 for axis in (1, 2, 3)])
+
+
+def _is_last_of_outputs():
+    """Whether no other step comes with these outputs."""
+    return _all([pl.program_id(i) == pl.num_programs(i) - 1 for i in (1, 2, 3)])
+
+
+def _all(conditions):
+    return functools.reduce(jnp.logical_and, conditions)
+
+
+def _chunk(k):
+    return pl.ds(pl.multiple_of(k * CHUNK, CHUNK), CHUNK)
+
+
+def _both_sides(matrix, x):
+    """The elements of `matrix` X matrix^T, row by row, from those of X."""
+    _, c = matrix.shape
+    columns = [x[j::c] for j in range(c)]
+    for left in matrix:
+        half = [_combine(left, column) for column in columns]
+        for right in matrix:
+            yield _combine(right, half)
+
+
+def _combine_rows(coefficients, ref, blocks):
+    """For every row of tiles the sum of c times its pixel rows, from the first on."""
+    starts = [blocks.t.m * row for row in range(blocks.rows)]
+    return [
+        _sum([c * _f32(ref[start + i]) for i, c in enumerate(coefficients)])
+        for start in starts
+    ]
+
+
+def _column_elements(rows, count, blocks):
     """Column j of every tile, for j < count: matrices (tiles, C)."""
     m = blocks.t.m
     return [
-        jnp.concatenate([row[m * k + j] for k in range(blocks.columns)])
+        jnp.concatenate([row[m * k + j] for row in rows for k in range(blocks.columns)])
         for j in range(count)
     ]
 
 
-def _row_of_pixels(elements, blocks):
-    """The inverse for the m elements of an output: (columns * images, O)."""
+def _rows_of_pixels(elements, blocks):
+    """The inverse for the m elements of an output: (rows * columns * images, O)."""
     batch = blocks.batch
     return jnp.concatenate(
         [
             element[k * batch : (k + 1) * batch]
-            for k in range(blocks.columns)
+            for k in range(blocks.rows * blocks.columns)
             for element in elements
         ]
     )
@@ -140,15 +192,11 @@ def _f32(x):
 
 
 def _parts(x, blocks):
-    return _split(x, blocks.parts, jnp.bfloat16)
-
-
-def _split(x, count, dtype):
-    """Numbers of `dtype` that sum up to x, each what the ones before it leave over."""
-    parts = [x.astype(dtype)]
-    while len(parts) < count:
+    """Numbers of bfloat16 that sum up to x, each what the ones before it leave over."""
+    parts = [x.astype(jnp.bfloat16)]
+    while len(parts) < blocks.parts:
         x = x - _f32(parts[-1])
-        parts.append(x.astype(dtype))
+        parts.append(x.astype(jnp.bfloat16))
     return parts
 
 

@@ -25,19 +25,32 @@ def _conv_cases():
             yield KernelCase(
                 f"conv2d/pallas_tpu/{name}/{dtype}/{shape}",
                 functools.partial(_make_conv, name, dtype, n, h, c, o),
+                visits=functools.partial(_conv_visits, name, dtype, n, h, c, o)
+                if dtype == "float32"
+                else None,
             )
 
 
-def _make_conv(name, dtype, n, h, c, o):
+def _conv_arrays(dtype, n, h, c, o):
     import jax
 
+    shapes = (n, h, h, c), (3, 3, c, o), (n, h, h, o)
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def _conv_visits(name, *sizes):
     from opsnn_jax.kernels.winograd import tpu
     from opsnn_jax.ops.conv_arguments import validate
 
-    x, w, dy = (
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape in ((n, h, h, c), (3, 3, c, o), (n, h, h, o))
-    )
+    x, w, _ = _conv_arrays(*sizes)
+    return tpu.visits(validate("conv2d", 2, x, w, None), name)
+
+
+def _make_conv(name, *sizes):
+    from opsnn_jax.kernels.winograd import tpu
+    from opsnn_jax.ops.conv_arguments import validate
+
+    x, w, dy = _conv_arrays(*sizes)
     spec = validate("conv2d", 2, x, w, None)
     # Without the direct form, which runs where a result is not finite: a schedule
     # counts both.
@@ -141,7 +154,7 @@ def _attention_cases():
                 _make_attention, implementation, name, dtype, shape, causal
             ),
             targets,
-            visits=functools.partial(_attention_visits, dtype, shape, causal),
+            visits=functools.partial(_attention_visits, name, dtype, shape, causal),
         )
 
 
@@ -159,13 +172,13 @@ def _make_attention(implementation, name, dtype, shape, causal):
     return lambda q, k, v, dout: jax.vjp(f, q, k, v)[1](dout), (q, k, v, q)
 
 
-def _attention_visits(dtype, shape, causal):
+def _attention_visits(name, dtype, shape, causal):
     import numpy as np
 
     from opsnn_jax.kernels.attention import mask, spec, tpu
 
     batch, t, s, heads, kv_heads, size = shape
-    return tpu.visits(
+    visits = tpu.visits(
         spec.AttentionSpec(
             batch,
             t,
@@ -182,6 +195,9 @@ def _attention_visits(dtype, shape, causal):
             mask_shape=None,
         )
     )
+    # The program of a gradient has the forward kernel too.
+    wanted = ("attention_fwd",) if name == "fwd" else tuple(visits)
+    return {kernel: visits[kernel] for kernel in wanted if kernel in visits}
 
 
 def _attention_arrays(dtype, shape):

@@ -25,8 +25,9 @@ from opsnn_jax.aot.bundles import (
 )
 from opsnn_jax.aot.report import Kernel, Lane, Loop, Schedule, Unit
 
-# Predicated code shorter than this is bookkeeping, such as the start of a DMA.
-_BOOKKEEPING = 64
+# Code shorter than this that is skipped or repeated is bookkeeping: it starts a DMA, or
+# copies to where XLA has put a result in vector memory.
+_BOOKKEEPING = 128
 
 # Stretches into which a schedule is divided for drawing.
 LANE_POINTS = 480
@@ -157,6 +158,9 @@ def read_kernel(
 def visited_cycles(text: str, steps: int, often: Sequence[float]) -> int:
     """Issue cycles of a kernel, where predicated code counts as often as it runs.
 
+    Only that of the kernel itself: the code beside it, which brings it its blocks,
+    counts in every trip.
+
     Args:
       text: the final bundles. They must be those of a grid of more than one step.
       steps: of the grid. The pipeline's loop has more trips, which skip the kernel.
@@ -168,23 +172,32 @@ def visited_cycles(text: str, steps: int, often: Sequence[float]) -> int:
     """
     bundles, markers = split_bundles(text)
     loops = find_loops(bundles, markers)
+    long = [loop for loop in loops if _is_stretch(loop)]
     skips = [
         skip
         for skip in _find_skips(bundles)
         # What guards a loop that may have no trips is no stretch of its own.
-        if not any(_is_guard(skip, loop) for loop in loops)
+        if not any(_is_guard(skip, loop) for loop in long)
     ]
-    stretches = sorted([*loops, *skips], key=lambda s: (s.first, -s.last))
-    (grid, body), stretches = stretches[:2], stretches[2:]
+    if not long or not skips:
+        raise ValueError(
+            "visited_cycles: text must be a kernel of more than one step; it has no "
+            "loop over steps that skips the kernel. Leave its name out of visits."
+        )
+    body = max(skips, key=lambda s: s.last - s.first)
+    stretches = sorted(
+        (s for s in (*long, *skips) if body.holds(s)), key=lambda s: (s.first, -s.last)
+    )
     if len(stretches) != len(often):
         raise ValueError(
             f"visited_cycles: often must have a number for each of {len(stretches)} "
             f"stretches of code that may be skipped or repeated; got {often}."
         )
-    weights = [1.0] * len(bundles)
-    trips = grid.trips or 1
-    times = (trips, steps / trips, *often)
-    for stretch, factor in zip((grid, body, *stretches), times, strict=True):
+    weights = list(map(float, count_issues(len(bundles), loops)))
+    inner = [s for s in loops if body.holds(s) and s not in long]
+    within = slice(body.first, body.last + 1)
+    weights[within] = count_issues(len(bundles), inner)[within]
+    for stretch, factor in zip((body, *stretches), (steps, *often), strict=True):
         for i in range(stretch.first, stretch.last + 1):
             weights[i] *= factor
     return round(sum(weights))
@@ -201,9 +214,13 @@ def _find_skips(bundles) -> list[Span]:
     for i, bundle in enumerate(bundles):
         for _, region in BRANCH.findall(bundle):
             first, last = i + BRANCH_DELAY + 1, ends.get(region, 0) - 1
-            if last - first + 1 >= _BOOKKEEPING:
-                skips.append(Span(first, last, None))
+            if _is_stretch(span := Span(first, last, None)):
+                skips.append(span)
     return skips
+
+
+def _is_stretch(span: Span) -> bool:
+    return span.last - span.first + 1 >= _BOOKKEEPING
 
 
 def _is_guard(skip: Span, loop: Span) -> bool:

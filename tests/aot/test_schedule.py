@@ -193,12 +193,19 @@ def test_cycles_without_utilization(texts):
 
 def test_predicated_code_counts_as_often_as_it_runs():
     branch, slots = "{ %1 = sbr.rel (%p1) target = $region", ["{}"] * 4
-    skipped = [branch + "30 }", *slots, *["{}"] * 100]
+    skipped = [branch + "30 }", *slots, *["{}"] * 200]
+    # Beside the body, for its next block: it counts in every trip.
+    copied = [
+        branch + "50 }",
+        *slots,
+        *["{}"] * 150,
+        "{} /* Start/End empty region 50 */",
+    ]
     guarded_loop = [
         branch + "40 }",
         *slots,
         "LB: { %s5 = sphi %s4, %s6 } /* Start region 41 */",
-        *["{}"] * 90,
+        *["{}"] * 190,
         "{ %p7 = scmp.ge.s32.totalorder %s6, %s8 }",
         "{ %2 = sbr.rel (!%p7) target = $region41 }",
         *slots,
@@ -206,6 +213,7 @@ def test_predicated_code_counts_as_often_as_it_runs():
     body = [*["{}"] * 70, *skipped, "{} /* Start/End empty region 30 */", *guarded_loop]
     lines = [
         "LB: { %s1 = sphi %s0, %s2 } /* Start region 10 */",
+        *copied,
         branch + "20 }",
         *slots,
         *body,
@@ -220,8 +228,10 @@ def test_predicated_code_counts_as_often_as_it_runs():
     )
     assert count_cycles(text) == 5 * len(lines)
     around = len(lines) - len(body)
-    once = len(body) - 100 - 97  # what runs in each of 3 steps
-    expected = 5 * around + 3 * (once + 0.5 * 100 + 4 * 97)
+    once = len(body) - 200 - 197  # what runs in each of 3 steps
+    expected = 5 * around + 3 * (once + 0.5 * 200 + 4 * 197)
     assert visited_cycles(text, 3, (0.5, 4)) == expected
     with pytest.raises(ValueError, match="each of 2 stretches"):
         visited_cycles(text, 3, (0.5,))
+    with pytest.raises(ValueError, match="more than one step"):
+        visited_cycles("\n".join(f"0x{i:x} : {{}}" for i in range(9)), 1, ())

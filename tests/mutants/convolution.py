@@ -275,8 +275,8 @@ WINOGRAD = (
     Mutant(
         "winograd-tpu-halo",
         "kernels/winograd/tpu_blocks.py",
-        "return h * t.m, w * t.m * self.columns, n * self.batch, 0",
-        "return h * t.n, w * t.m * self.columns, n * self.batch, 0",
+        "return h * height, w * width, n * self.batch, 0",
+        "return h * (height + 2), w * width, n * self.batch, 0",
         (_WINOGRAD_TPU + "[rows-y]",),
     ),
     Mutant(
@@ -289,15 +289,29 @@ WINOGRAD = (
     Mutant(
         "winograd-tpu-dw-reset-at-each-image",
         "kernels/winograd/tpu_kernels.py",
-        "first = [pl.program_id(axis) == 0 for axis in (1, 2, 3)]",
-        "first = [pl.program_id(axis) == 0 for axis in (2, 3)]",
+        "return _all([pl.program_id(axis) == 0 for axis in (1, 2, 3)])",
+        "return _all([pl.program_id(axis) == 0 for axis in (2, 3)])",
         (_WINOGRAD_TPU + "[steps-dw]",),
+    ),
+    Mutant(
+        "winograd-tpu-filter-of-the-first-outputs",
+        "kernels/winograd/tpu_kernels.py",
+        "return _all([pl.program_id(axis) == 0 for axis in (1, 2, 3)])",
+        "return _all([pl.program_id(axis) == 0 for axis in range(4)])",
+        (_WINOGRAD_TPU + "[filters-y]",),
+    ),
+    Mutant(
+        "winograd-tpu-rows-of-the-first-tiles",
+        "kernels/winograd/tpu_kernels.py",
+        "starts = [blocks.t.m * row for row in range(blocks.rows)]",
+        "starts = [0 for row in range(blocks.rows)]",
+        (_WINOGRAD_TPU + "[rows-y]",),
     ),
     Mutant(
         "winograd-tpu-columns-of-the-first-step",
         "kernels/winograd/tpu_blocks.py",
-        "return h * t.m, w * t.m * self.columns, n * self.batch, 0",
-        "return h * t.m, 0, n * self.batch, 0",
+        "return h * height, w * width, n * self.batch, 0",
+        "return h * height, 0, n * self.batch, 0",
         (_WINOGRAD_TPU + "[steps-y]",),
     ),
     Mutant(

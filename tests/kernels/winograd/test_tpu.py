@@ -33,12 +33,29 @@ def test_many_channels_have_narrower_blocks():
     assert [blocks_of(_spec(c, 512)).block_o for c in (512, 1000)] == [256, 128]
 
 
-# Several rows of tiles; then two registers of images and two steps of columns.
-SHAPES = {"rows": ((2, 9, 5, 6), (3, 3, 6, 7)), "steps": ((9, 5, 35, 3), (3, 3, 3, 2))}
+SHAPES = {
+    # Two steps of three rows of tiles.
+    "rows": ((2, 18, 5, 6), (3, 3, 6, 7)),
+    # Two registers of images, and two steps of rows and of columns.
+    "steps": ((9, 5, 35, 3), (3, 3, 3, 2)),
+    # Two chunks of channels and two blocks of outputs.
+    "filters": ((1, 3, 4, 20), (3, 3, 20, 300)),
+}
 
 
-@pytest.mark.parametrize("of", ["y", "dx", "dw"])
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize(
+    ("shapes", "grid"), [("rows", (1, 1, 2, 1)), ("steps", (1, 2, 2, 2))]
+)
+def test_narrow_images_take_several_rows_in_a_step(shapes, grid):
+    arrays = (jax.ShapeDtypeStruct(shape, "float32") for shape in SHAPES[shapes])
+    assert blocks_of(validate("conv2d", 2, *arrays, None)).grid == grid
+
+
+@pytest.mark.parametrize(
+    ("shapes", "of"),
+    # dx is y's kernel over dy.
+    [*((shapes, of) for shapes in SHAPES for of in ("y", "dw")), ("rows", "dx")],
+)
 def test_each_pass_is_right_by_itself(shapes, of, key):
     x, w, b = draw(key, *SHAPES[shapes], "float32")
     y_shape = (*x.shape[:-1], w.shape[-1])
