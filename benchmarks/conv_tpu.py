@@ -49,7 +49,7 @@ def _dense(n, h, c, o, *more):
 
 LAYERS = [
     _dense(8, 28, 256, 256), _dense(8, 14, 512, 512), _dense(8, 28, 128, 128, "dw"),
-    _dense(8, 14, 256, 256), _dense(8, 56, 64, 64),
+    _dense(8, 14, 256, 256), _dense(8, 56, 64, 64), _dense(8, 7, 512, 512),
     Layer("depthwise 3x3", (8, 56, 56, 128), (3, 3, 1, 128), "pallas_tpu_depthwise",
           options={"groups": 128}),
     Layer("causal conv1d", (4, 1024, 512), (4, 1, 512), "pallas_tpu_depthwise",

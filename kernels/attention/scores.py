@@ -1,5 +1,6 @@
 """The operands of one call in tiles, and the scores that they make, in XLA."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -66,14 +67,18 @@ class Scores:
     def tile(self, q_i, i, j, partial: bool) -> Tile:
         """Tile (i, j) for its scaled queries; `partial` unless all of it counts."""
         k, v = self._keys(self.k, j), self._keys(self.v, j)
-        product = self.dot(q_i, k, (2, 2))
-        s, slope = self._capped(product)
         if not partial:
+            s, slope = self._capped(self.dot(q_i, k, (2, 2)))
             return Tile(s, slope, k, v)
         # A key that is not finite makes its products so: 0 times them is its poison.
         # Therefore `product` is that of the keys as they are; only what multiplies k
         # after this, the backward pass, gets it without what is not finite.
+        product = _product(self.spec.precision, q_i, k)
         k, (v, poison) = finite(k), fence(v)
+        # Where it is NaN the slope would be too, though no query may see the key.
+        s, slope = self._capped(
+            product if self.spec.softcap is None else finite(product)
+        )
         heads = self.tiles.by_head(s + product * 0 + poison[:, None, :])
         seen = self._seen(i, j)
         if self.bias is not None:
@@ -144,6 +149,23 @@ class Scores:
         kv = block_ranges(extra.kv_ids, extra.kv_positions, bk)[:, None, :]
         live = may_meet(spec, jnp.unstack(q, axis=-1), jnp.unstack(kv, axis=-1))
         return live.any(0)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _product(precision, q, k):
+    """q k^T of every head; what is not finite multiplies no tangent.
+
+    A hidden key has a cotangent of 0, but 0 * NaN is NaN in the gradient of q.
+    """
+    dims = ((2,), (2,)), ((0,), (0,))
+    return lax.dot_general(q, k, dims, precision=precision)
+
+
+@_product.defjvp
+def _product_jvp(precision, primals, tangents):
+    (q, k), (dq, dk) = primals, tangents
+    product = functools.partial(_product, precision)
+    return product(q, k), product(dq, finite(k)) + product(finite(q), dk)
 
 
 def at(x, i):

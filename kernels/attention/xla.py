@@ -113,16 +113,22 @@ def bwd(
         s, slope, k_j, v_j = scores.tile(q_i, i, j, partial)
         if partial:
             q_i, dout_i = finite(q_i), finite(dout_i)
-        p, delta_i = jnp.exp(s - at(lse, i)), at(delta, i)
+        delta_i = at(delta, i)
         dp = scores.dropped(scores.dot(dout_i, v_j, (2, 2)), i, j)
-        ds = p * (dp - delta_i)
-        dproduct = ds if slope is None else ds * slope
+        distance, dweight = s - at(lse, i), dp - delta_i
         if partial:
             # A row that is NaN, as its lse or delta tells, must stay so, but not at the
-            # keys that it does not see. Of those the slope, too, may be NaN.
+            # keys that it does not see. What is not finite there is hidden before it
+            # multiplies, so that it does not reach the gradients of these gradients.
             seen = s != -jnp.inf
-            p, ds = jnp.where(seen, p + 0 * delta_i, 0), jnp.where(seen, ds, 0)
-            dproduct = jnp.where(seen, dproduct, 0)
+            distance = jnp.where(seen, distance, -jnp.inf)
+            dweight = jnp.where(seen, dweight, 0)
+            slope = slope if slope is None else jnp.where(seen, slope, 0)
+        p = jnp.exp(distance)
+        ds = p * dweight
+        dproduct = ds if slope is None else ds * slope
+        if partial:
+            p = jnp.where(seen, p + 0 * delta_i, 0)
         dbias = () if spec.bias_shape is None else (ds,)
         dq = scores.dot(dproduct, k_j, (2, 1))
         dk = scores.dot(dproduct, q_i, (1, 1))

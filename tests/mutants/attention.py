@@ -5,6 +5,10 @@ from tests.mutants.mutant import Mutant
 _ATTENTION = "tests/ops/test_attention.py::"
 _MASKS = "tests/ops/test_attention_masks.py::"
 _OPTIONS = "tests/ops/test_attention_options.py::"
+_GARBAGE = (
+    "tests/ops/test_attention_transforms.py::"
+    "test_garbage_reaches_no_gradient_of_a_gradient"
+)
 _XLA_TILES = "tests/kernels/test_attention_xla.py::"
 _TPU_TILES = "tests/kernels/test_attention_tpu.py::"
 _GPU_TILES = "tests/kernels/test_attention_gpu.py::"
@@ -61,8 +65,8 @@ ATTENTION = (
     Mutant(
         "attention-no-delta",
         "kernels/attention/xla.py",
-        "p * (dp - delta_i)",
-        "p * dp",
+        "s - at(lse, i), dp - delta_i",
+        "s - at(lse, i), dp",
         (_XLA_TILES + "test_lengths_around_a_block",),
     ),
     Mutant(
@@ -82,9 +86,23 @@ ATTENTION = (
     Mutant(
         "attention-nan-row-reaches-hidden-keys",
         "kernels/attention/xla.py",
-        "jnp.where(seen, p + 0 * delta_i, 0), jnp.where(seen, ds, 0)",
-        "p, jnp.where(seen, ds, 0)",
+        "            distance = jnp.where(seen, distance, -jnp.inf)\n",
+        "",
         (_ATTENTION + "test_row_that_is_nan_leaves_its_hidden_keys_alone",),
+    ),
+    Mutant(
+        "attention-hidden-garbage-multiplies-a-tangent",
+        "kernels/attention/scores.py",
+        "product(dq, finite(k))",
+        "product(dq, k)",
+        (_GARBAGE + "[None-nan]",),
+    ),
+    Mutant(
+        "attention-hidden-garbage-in-the-slope-of-a-cap",
+        "kernels/attention/scores.py",
+        "else finite(product)",
+        "else product",
+        (_GARBAGE + "[2.0-nan]",),
     ),
     Mutant(
         "attention-dead-row-divides-by-zero",

@@ -90,6 +90,35 @@ def test_gradient_of_a_gradient_over_several_tiles(key):
     check_close(second(q, k, v, None), second(q, k, v, "reference"))
 
 
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_garbage_reaches_no_gradient_of_a_gradient(key, softcap, garbage):
+    q, k, v, _ = make(key, 1, 6, 7, 2, 1, 4)
+
+    def norm(q, k, v):
+        out = flash_attention(
+            q,
+            k,
+            v,
+            softcap=softcap,
+            q_lengths=jnp.array([4]),
+            kv_lengths=jnp.array([5]),
+        )
+        return jnp.sum(out**3)
+
+    @jax.jit
+    def second(*args):
+        gradient = jax.grad(norm, (0, 1, 2))
+        return jax.grad(lambda *x: jnp.sum(gradient(*x)[1] ** 2), (0, 1, 2))(*args)
+
+    def filled(x):
+        return q.at[:, 4:].set(x), k.at[:, 5:].set(x), v.at[:, 5:].set(x)
+
+    jax.tree.map(
+        np.testing.assert_array_equal, second(*filled(garbage)), second(*filled(0.0))
+    )
+
+
 def test_reference_has_forward_mode_and_hessian(key):
     q, k, v, _ = make(key, 1, 2, 3, 1, 1, 2)
 
