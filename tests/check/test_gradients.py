@@ -204,6 +204,7 @@ def test_refusal_is_a_failure_with_its_reason(key):
     report = check(f, jax.random.normal(key, (3,)))
     assert not report.ok
     assert "takes no float32" in str(report)
+    assert "NOT ALL WAS COMPUTED" in str(report) and "DISAGREE" not in str(report)
 
 
 def test_results_are_readable_by_machine_and_person(key):
