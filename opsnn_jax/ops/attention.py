@@ -255,11 +255,7 @@ def _attend_fwd(choice, operands):
 def _attend_bwd(choice, residuals, cotangents):
     (q, k, v, extra), out, lse = residuals
     dout, dlse = cotangents
-    products = out.astype(lse.dtype) * dout.astype(lse.dtype)
-    delta = jnp.sum(products, axis=-1).swapaxes(1, 2) - dlse
-    dead = lse == -jnp.inf
-    # The cotangent of a dead row may be anything, NaN too.
-    delta = jnp.where(dead, 0, delta)
+    dead, delta = lse == -jnp.inf, delta_of(out, lse, dout, dlse)
     dq, dk, dv, *dbias = choice["bwd"](q, k, v, lse, delta, dout, *extra.present)
     dextra = Extra(bias=dbias[0] if dbias else None)
     if extra.sinks is not None:
@@ -275,6 +271,23 @@ def _attend_bwd(choice, residuals, cotangents):
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def delta_of(
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array
+) -> jax.Array:
+    """delta (B, N, T) of the passes, from out, lse and their cotangents."""
+    products = out.astype(lse.dtype) * dout.astype(lse.dtype)
+
+    def by_product(x):
+        # A CPU adds a row one by one: of 16 queries a tenth of the time of both passes.
+        ones = jnp.ones(x.shape[-1:], x.dtype)
+        return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST)
+
+    add = functools.partial(jnp.sum, axis=-1)
+    inner = lax.platform_dependent(products, cpu=by_product, default=add)
+    # The cotangent of a dead row may be anything, NaN too.
+    return jnp.where(lse == -jnp.inf, 0, inner.swapaxes(1, 2) - dlse)
 
 
 def _order(name: str, platform: str, spec: AttentionSpec) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from opsnn_jax.dispatch import Choice, Requested
 from opsnn_jax.kernels.attention.spec import Extra
 from opsnn_jax.meshes import align_varying
 
-from .attention import TABLE, empty, with_a_value
+from .attention import TABLE, delta_of, empty, with_a_value
 from .attention_arguments import Operands, canonicalize, checked_arrays
 from .attention_masks import band_of, check_causal
 
@@ -179,9 +179,7 @@ def _ring_fwd(choice, axis_name, operands):
 def _ring_bwd(choice, axis_name, residuals, cotangents):
     operands, out, lse = residuals
     dout, dlse = cotangents
-    products = out.astype(lse.dtype) * dout.astype(lse.dtype)
-    delta = jnp.sum(products, axis=-1).swapaxes(1, 2) - dlse
-    delta = jnp.where(lse == -jnp.inf, 0, delta)
+    delta = delta_of(out, lse, dout, dlse)
 
     def step(carry, _):
         (dq, dk, dv), turning = carry
