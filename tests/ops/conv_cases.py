@@ -53,7 +53,9 @@ def value_and_vjp(f, arrays, dy):
     return (y, *vjp(dy))
 
 
-def compare(arrays, key, *, implementation, bound=None, **options):
+def compare(
+    arrays, key, *, implementation, bound=None, compiler_options=None, **options
+):
     """Checks value and gradients of `conv`: within `bound`, or else at most twice the
     error of the plain formula in the same dtype."""
 
@@ -65,7 +67,7 @@ def compare(arrays, key, *, implementation, bound=None, **options):
     # Without a bound, the plain formula in the same dtype gives it.
     functions = (ours, plain) if bound is None else (ours,)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options)
     def each(arrays, dy):
         return [value_and_vjp(f, arrays, dy) for f in functions]
 

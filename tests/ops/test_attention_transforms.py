@@ -1,7 +1,6 @@
 """flash_attention under JAX's transformations, and on several devices."""
 
 import functools
-import os
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from opsnn_jax.ops.attention import flash_attention
+from tests.compilation import environment_of
 
 
 def loss(q, k, v, bias=None, implementation=None):
@@ -212,10 +212,9 @@ print("equal")
 
 
 def test_shard_map_sums_the_gradients_of_what_is_replicated():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SHARDED)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **flags},
+        env=environment_of(devices=2),
         capture_output=True,
         text=True,
     )

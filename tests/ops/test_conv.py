@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from opsnn_jax import conv, conv1d, conv2d, conv3d
+from tests.compilation import AS_USERS_DO
 from tests.numerics import errors
 from tests.ops.conv_cases import compare, draw, value_and_vjp, winograd_bound
 
@@ -29,7 +30,10 @@ SHAPES = [
 def test_3x3_against_fp64(implementation, x, w, padding, key):
     arrays = draw(key, x, w, "float32")
     bound = winograd_bound(4, "float32") if implementation == "winograd" else None
-    compare(arrays, key, padding=padding, implementation=implementation, bound=bound)
+    compare(
+        arrays, key, padding=padding, implementation=implementation, bound=bound,
+        compiler_options=AS_USERS_DO,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -232,7 +236,8 @@ def test_padding_of_both_signs(padding, k, implementation, key):
         return conv2d(x, w, padding=padding, implementation=implementation)
 
     dy = jax.random.normal(key, jax.eval_shape(f, *arrays).shape, jnp.float32)
-    got = jax.jit(functools.partial(value_and_vjp, f))(arrays, dy)
+    run = functools.partial(value_and_vjp, f)
+    got = jax.jit(run, compiler_options=AS_USERS_DO)(arrays, dy)
     x, w, dy = (np.asarray(a, np.float64) for a in (*arrays, dy))
     (a, b), (c, d) = ((max(p, 0), max(q, 0)) for p, q in padding)
     padded = np.pad(x, ((0, 0), (a, b), (c, d), (0, 0)))

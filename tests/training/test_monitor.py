@@ -11,6 +11,7 @@ import pytest
 
 from opsnn_jax.training import Policy, TrainState, make_train_step
 from opsnn_jax.training.monitor import Monitor, condition_number
+from tests.compilation import AS_USERS_DO
 
 FP32 = Policy.parse("float32")
 
@@ -118,6 +119,7 @@ def test_measuring_changes_no_bit(key):
             ema_decay=0.9,
             monitor=monitor,
         )
+        step = step.lower(state, batch).compile(AS_USERS_DO)
         for _ in range(8):
             state, _ = step(state, batch)
         ends.append(dataclasses.replace(state, rng=None))
