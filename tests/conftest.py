@@ -1,19 +1,17 @@
 """Settings of every test: strict promotion, four CPU devices, a key for each test.
 
-`make test` compiles without most of XLA's optimizations, in half the time. Tests of the
-numbers that a CPU computes are marked `optimized` and compiled as users do.
+`make test` compiles without most of XLA's optimizations, in a third of the time. Tests
+of the numbers that a CPU computes are marked `optimized` and compiled as users do.
 """
 
-import os
 import zlib
 
 import jax
 import pytest
 
-# Read when the first backend starts, which importing JAX does not do.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-)
+from tests.compilation import set_flags
+
+set_flags(quick=jax.config.values["jax_disable_most_optimizations"])
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -37,7 +35,7 @@ def optimizations_are_off():
 
 @pytest.fixture(autouse=True)
 def optimizations(request, optimizations_are_off):
-    """Compiles the tests that are marked so as users do."""
+    """Compiles the tests that are marked so as users do; they add `AS_USERS_DO`."""
     off = optimizations_are_off and not request.node.get_closest_marker("optimized")
     # What is compiled does not know which it was.
     if off != jax.config.values["jax_disable_most_optimizations"]:

@@ -17,6 +17,7 @@ import pytest
 
 import opsnn_jax
 from opsnn_jax.check import assert_close
+from tests import draws
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Call:
     def arrays(self, key, dtype) -> tuple[jax.Array, ...]:
         keys = jax.random.split(key, len(self.shapes))
         return tuple(
-            jax.random.normal(k, shape, dtype)
+            draws.normal(k, shape, dtype)
             for k, shape in zip(keys, self.shapes, strict=True)
         )
 

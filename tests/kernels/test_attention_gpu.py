@@ -15,6 +15,7 @@ from opsnn_jax.kernels.attention.gpu_plan import Plan
 from opsnn_jax.kernels.attention.mask import Band
 from opsnn_jax.kernels.attention.spec import AttentionSpec
 from opsnn_jax.ops.attention import TABLE, flash_attention
+from tests import draws
 
 CAUSAL = Band(upper=0)
 
@@ -52,7 +53,7 @@ def test_values(key, shape, band, dtype, block):
     ids=str,
 )
 def test_the_gradient_of_a_bias_over_several_blocks(key, shape, bias_shape, band):
-    bias = jax.random.normal(key, bias_shape)
+    bias = draws.normal(key, bias_shape)
     check_passes(key, gpu, shape, band, bias=bias, interpret=True, block=(16, 16))
 
 
@@ -79,7 +80,7 @@ def test_every_block_fits_into_shared_memory(dtype, precision, capability, monke
 
 def test_the_gradient_is_the_slope_of_the_function(key):
     # In float32 a step of 0.02 leaves an error of step^2 and one of eps / step.
-    arrays = [jax.random.normal(k, (1, 4, 2, 8)) for k in jax.random.split(key, 5)]
+    arrays = [draws.normal(k, (1, 4, 2, 8)) for k in jax.random.split(key, 5)]
     *args, dout, direction = arrays
 
     @jax.jit

@@ -14,6 +14,7 @@ from opsnn_jax.kernels.attention.mask import Band
 from opsnn_jax.kernels.attention.spec import AttentionSpec, Extra
 from opsnn_jax.kernels.attention.tpu_plan import Plan
 from opsnn_jax.ops.attention import TABLE, flash_attention
+from tests import draws
 
 CAUSAL = Band(upper=0)
 
@@ -67,7 +68,7 @@ def assert_same_passes(key, shape, options, block):
     keys = iter(jax.random.split(key, 10))
 
     def draw(*shape):
-        return jax.random.normal(next(keys), shape)
+        return draws.normal(next(keys), shape)
 
     q, dout, k, v = (draw(b, *x, h) for x in ((t, n), (t, n), (s, k), (s, k)))
     # Segments that end inside of pieces and between them, positions out of order.
@@ -110,7 +111,7 @@ def assert_same_passes(key, shape, options, block):
 
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_garbage_reaches_only_the_queries_that_see_it(key, part):
-    q, k, v = (jax.random.normal(i, (1, 6, 1, 4)) for i in jax.random.split(key, 3))
+    q, k, v = (draws.normal(i, (1, 6, 1, 4)) for i in jax.random.split(key, 3))
     bad = {"k": k, "v": v}
     bad[part] = bad[part].at[:, 3, 0, 1].set(jnp.nan)
 
@@ -131,7 +132,7 @@ def test_garbage_reaches_only_the_queries_that_see_it(key, part):
 
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
 def test_vmap_and_gradient_of_a_gradient(key, implementation):
-    q = jax.random.normal(key, (2, 1, 3, 1, 4))
+    q = draws.normal(key, (2, 1, 3, 1, 4))
 
     def run(implementation):
         def loss(q):

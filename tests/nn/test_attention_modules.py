@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from opsnn_jax.nn import linen_attention, nnx_attention
+from tests import draws
 
 LINEN = [
     (linen_attention.MultiHeadDotProductAttention, nn.MultiHeadDotProductAttention),
@@ -24,7 +25,7 @@ def check_close(got, want):
 @pytest.mark.parametrize("ours, theirs", LINEN)
 def test_linen_parameters_outputs_and_gradients_are_those_of_flax(key, ours, theirs):
     settings = dict(num_heads=2, qkv_features=8, out_features=3, normalize_qk=True)
-    x = jax.random.normal(key, (2, 5, 6))
+    x = draws.normal(key, (2, 5, 6))
     mask = nn.make_causal_mask(x[..., 0])
     ours, theirs = ours(**settings), theirs(**settings)
     params = theirs.init(key, x)
@@ -44,7 +45,7 @@ def test_linen_parameters_outputs_and_gradients_are_those_of_flax(key, ours, the
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_linen_takes_any_number_of_batch_axes(key, batch):
-    x = jax.random.normal(key, (*batch, 5, 8))
+    x = draws.normal(key, (*batch, 5, 8))
     ours, theirs = (module(num_heads=2) for module in LINEN[0])
     params = jax.jit(theirs.init)(key, x)
 
@@ -53,12 +54,12 @@ def test_linen_takes_any_number_of_batch_axes(key, batch):
         return [m.apply(params, x, mask=mask) for m in (ours, theirs)]
 
     for shape in ((5, 5), (*batch, 2, 5, 5), (1,) * len(batch) + (1, 1, 5)):
-        mask = jax.random.bernoulli(key, 0.6, shape).at[..., 0].set(True)
+        mask = draws.bernoulli(key, 0.6, shape).at[..., 0].set(True)
         check_close(*both(mask))
 
 
 def test_linen_leaves_what_needs_the_weights_to_flax(key):
-    x = jax.random.normal(key, (2, 5, 8))
+    x = draws.normal(key, (2, 5, 8))
     settings = dict(num_heads=2, dropout_rate=0.5, deterministic=False)
     ours, theirs = (module(**settings) for module in LINEN[0])
     params = theirs.init({"params": key, "dropout": key}, x)
@@ -72,7 +73,7 @@ def test_linen_leaves_what_needs_the_weights_to_flax(key):
 
 
 def test_linen_decodes_with_a_cache(key):
-    x = jax.random.normal(key, (1, 3, 8))
+    x = draws.normal(key, (1, 3, 8))
     results = []
     for module in LINEN[0]:
         module = module(num_heads=2, decode=True)
@@ -87,7 +88,7 @@ def test_linen_decodes_with_a_cache(key):
 
 
 def test_linen_computes_in_the_dtype_it_is_given(key):
-    x = jax.random.normal(key, (1, 4, 8))
+    x = draws.normal(key, (1, 4, 8))
     ours, theirs = (module(num_heads=2, dtype=jnp.bfloat16) for module in LINEN[0])
     params = theirs.init(key, x)
     got, want = ours.apply(params, x), theirs.apply(params, x)
@@ -109,7 +110,7 @@ def test_nnx_parameters_outputs_and_gradients_are_those_of_flax(key, settings):
     assert ours.attention_fn is nnx_attention.dot_product_attention
     pure = [nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (ours, theirs)]
     jax.tree.map(np.testing.assert_array_equal, *pure)
-    x = jax.random.normal(key, (2, 5, 8))
+    x = draws.normal(key, (2, 5, 8))
     mask = jnp.ones((2, 1, 5, 5), bool).at[1, ..., 4].set(False)
 
     @nnx.jit
@@ -125,7 +126,7 @@ def test_nnx_parameters_outputs_and_gradients_are_those_of_flax(key, settings):
 
 
 def test_nnx_is_causal_and_dropout(key):
-    x = jax.random.normal(key, (1, 5, 8))
+    x = draws.normal(key, (1, 5, 8))
     for deterministic in (True, False):
         ours, theirs = (
             module(
@@ -147,9 +148,9 @@ def test_nnx_is_causal_and_dropout(key):
 
 @pytest.mark.parametrize("flax, ours", [(nn, linen_attention), (nnx, nnx_attention)])
 def test_bias_mask_and_dtype_mean_what_they_do_in_flax(key, flax, ours):
-    q, k, v = jax.random.normal(key, (3, 2, 5, 2, 4))
-    bias = jax.random.normal(key, (1, 2, 1, 5))
-    mask = jax.random.bernoulli(key, 0.6, (2, 1, 5, 5)).at[..., 0].set(True)
+    q, k, v = draws.normal(key, (3, 2, 5, 2, 4))
+    bias = draws.normal(key, (1, 2, 1, 5))
+    mask = draws.bernoulli(key, 0.6, (2, 1, 5, 5)).at[..., 0].set(True)
     got, want = (
         module.dot_product_attention(q, k, v, bias, mask) for module in (ours, flax)
     )
@@ -160,7 +161,7 @@ def test_bias_mask_and_dtype_mean_what_they_do_in_flax(key, flax, ours):
 
 @pytest.mark.parametrize("flax, ours", [(nn, linen_attention), (nnx, nnx_attention)])
 def test_what_only_flax_takes_is_computed_by_flax(key, flax, ours):
-    q, k, v = jax.random.normal(key, (3, 2, 5, 2, 4))
+    q, k, v = draws.normal(key, (3, 2, 5, 2, 4))
     ints = jnp.arange(5).reshape(1, 1, 1, 5)
     for bias in (ints, ints > 2, np.ones((1, 1, 5, 5)), 0.5):
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -181,7 +182,7 @@ def test_another_batch_of_keys_is_refused_in_a_sentence(ours):
 
 
 def test_the_implementation_can_be_chosen(key):
-    q = jax.random.normal(key, (1, 3, 2, 4))
+    q = draws.normal(key, (1, 3, 2, 4))
     for module in (linen_attention, nnx_attention):
         with pytest.raises(ValueError, match="'nothing'"):
             module.dot_product_attention(q, q, q, implementation="nothing")

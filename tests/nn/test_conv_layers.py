@@ -11,6 +11,7 @@ from jax import lax
 
 from opsnn_jax import conv2d, conv_general_dilated
 from opsnn_jax.nn import linen, nnx
+from tests import draws
 
 OPTIONS = [
     dict(kernel_size=(3, 3)),
@@ -24,7 +25,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS)
 def test_linen_conv_is_flax_conv(options, key):
     rank = 1 if isinstance(options["kernel_size"], int) else 2
-    x = jax.random.normal(key, (2, 8, 7, 4)[: rank + 1] + (4,))
+    x = draws.normal(key, (2, 8, 7, 4)[: rank + 1] + (4,))
     ours, theirs = linen.Conv(6, **options), flax_linen.Conv(6, **options)
     variables = theirs.init(key, x)
     chex.assert_trees_all_equal(ours.init(key, x), variables)
@@ -37,7 +38,7 @@ def test_linen_conv_is_flax_conv(options, key):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_nnx_conv_is_flax_conv(options, key):
     rank = 1 if isinstance(options["kernel_size"], int) else 2
-    x = jax.random.normal(key, (2, 8, 7, 4)[: rank + 1] + (4,))
+    x = draws.normal(key, (2, 8, 7, 4)[: rank + 1] + (4,))
     ours = nnx.Conv(4, 6, **options, rngs=flax_nnx.Rngs(0))
     theirs = flax_nnx.Conv(4, 6, **options, rngs=flax_nnx.Rngs(0))
     chex.assert_trees_all_equal(
@@ -48,7 +49,7 @@ def test_nnx_conv_is_flax_conv(options, key):
 
 
 def test_compute_dtype_and_batch_dimensions(key):
-    x = jax.random.normal(key, (2, 3, 6, 5, 4))
+    x = draws.normal(key, (2, 3, 6, 5, 4))
     ours = linen.Conv(6, (3, 3), dtype=jnp.float16)
     variables = ours.init(key, x)
     y = ours.apply(variables, x)
@@ -62,8 +63,8 @@ def test_compute_dtype_and_batch_dimensions(key):
     "numbers", [None, ("NCHW", "OIHW", "NHWC"), ("HWNC", "IHWO", "NCHW")]
 )
 def test_lax_signature_in_any_layout(numbers, key):
-    lhs = jax.random.normal(key, (6, 6, 6, 6))
-    rhs = jax.random.normal(key, (6, 6, 6, 6))
+    lhs = draws.normal(key, (6, 6, 6, 6))
+    rhs = draws.normal(key, (6, 6, 6, 6))
     arguments = (lhs, rhs, (1, 2), "SAME")
     got = conv_general_dilated(*arguments, dimension_numbers=numbers)
     expected = lax.conv_general_dilated(*arguments, dimension_numbers=numbers)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from opsnn_jax.nn import linen, nnx
+from tests import draws
 
 TRANSPOSED = [
     dict(kernel_size=(3, 3), strides=(2, 2)),
@@ -24,7 +25,7 @@ TRANSPOSED = [
 @pytest.mark.parametrize("options", TRANSPOSED)
 def test_linen_conv_transpose_is_flax_conv_transpose(options, key):
     rank = 1 if isinstance(options["kernel_size"], int) else 2
-    x = jax.random.normal(key, (2, 2, 5, 4)[: rank + 2][-rank - 1 :] + (3,))
+    x = draws.normal(key, (2, 2, 5, 4)[: rank + 2][-rank - 1 :] + (3,))
     ours = linen.ConvTranspose(6, **options)
     theirs = flax_linen.ConvTranspose(6, **options)
     variables = theirs.init(key, x)
@@ -38,7 +39,7 @@ def test_linen_conv_transpose_is_flax_conv_transpose(options, key):
 
 @pytest.mark.parametrize("options", TRANSPOSED[1:4:2])
 def test_nnx_conv_transpose_is_flax_conv_transpose(options, key):
-    x = jax.random.normal(key, (2, 5, 4, 3))
+    x = draws.normal(key, (2, 5, 4, 3))
     ours = nnx.ConvTranspose(3, 6, **options, rngs=flax_nnx.Rngs(0))
     theirs = flax_nnx.ConvTranspose(3, 6, **options, rngs=flax_nnx.Rngs(0))
     chex.assert_trees_all_equal(
@@ -61,7 +62,7 @@ def test_a_masked_transposed_kernel(key):
 
 
 def test_depthwise_is_a_conv_with_a_group_for_each_channel(key):
-    x = jax.random.normal(key, (2, 6, 5, 3))
+    x = draws.normal(key, (2, 6, 5, 3))
     ours = linen.DepthwiseConv((3, 3), multiplier=2, strides=2)
     variables = ours.init(key, x)
     theirs = flax_linen.Conv(6, (3, 3), 2, feature_group_count=3)
@@ -75,7 +76,7 @@ def test_depthwise_is_a_conv_with_a_group_for_each_channel(key):
 
 
 def test_separable_is_depthwise_then_pointwise(key):
-    x = jax.random.normal(key, (2, 6, 5, 3))
+    x = draws.normal(key, (2, 6, 5, 3))
     ours = linen.SeparableConv(4, (3, 3))
     variables = ours.init(key, x)
     shapes = jax.tree.map(jnp.shape, variables["params"])
@@ -105,11 +106,11 @@ def plain_conv_bn_relu(x, kernel, gamma, beta, mean, var, residual):
 
 
 def test_linen_conv_bn_act_trains_and_folds(key):
-    x = jax.random.normal(key, (4, 5, 5, 3))
+    x = draws.normal(key, (4, 5, 5, 3))
     layer = linen.ConvBNAct(6, (3, 3), momentum=0.5)
     variables = layer.init(key, x, train=True)
     kernel, residual = variables["params"]["kernel"], jnp.ones((4, 5, 5, 6))
-    gamma, beta = jax.random.uniform(key, (2, 6)) + 0.5
+    gamma, beta = draws.uniform(key, (2, 6)) + 0.5
     variables["params"]["norm"] = {"scale": gamma, "bias": beta}
     y, updates = layer.apply(
         variables, x, train=True, residual=residual, mutable=["batch_stats"]
@@ -127,9 +128,9 @@ def test_linen_conv_bn_act_trains_and_folds(key):
 
 
 def test_nnx_conv_bn_act_trains_and_folds(key):
-    x = jax.random.normal(key, (4, 5, 5, 3))
+    x = draws.normal(key, (4, 5, 5, 3))
     layer = nnx.ConvBNAct(3, 6, (3, 3), momentum=0.5, rngs=flax_nnx.Rngs(0))
-    layer.norm.scale[...] = gamma = jax.random.uniform(key, (6,)) + 0.5
+    layer.norm.scale[...] = gamma = draws.uniform(key, (6,)) + 0.5
     residual, kernel = jnp.ones((4, 5, 5, 6)), layer.kernel[...]
     args = (x, kernel, gamma, jnp.zeros(6))
     y = layer(x, train=True, residual=residual)
@@ -150,7 +151,7 @@ def test_nnx_conv_bn_act_trains_and_folds(key):
     ],
 )
 def test_transposed_what_only_flax_can_do(options, key):
-    x = jax.random.normal(key, (2, 5, 4, 3))
+    x = draws.normal(key, (2, 5, 4, 3))
     layers = [n.ConvTranspose(3, 6, (3, 3), **options, rngs=flax_nnx.Rngs(0))
               for n in (nnx, flax_nnx)]  # fmt: skip
     ours, theirs = (layer(x) for layer in layers)

@@ -1,5 +1,7 @@
 """The grouped-query layers: what they compute, and token by token with a cache."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 from opsnn_jax import flash_attention_packed, fused_qkv
 from opsnn_jax.nn.linen_grouped import GroupedQueryAttention as Linen
 from opsnn_jax.nn.nnx_grouped import GroupedQueryAttention as Nnx
+from tests import draws
 
 SETTINGS = dict(num_heads=4, num_kv_heads=2, window=3, softcap=5.0)
 
@@ -18,7 +21,7 @@ def close(got, want):
 
 
 def test_linen_is_its_parts(key):
-    x = jax.random.normal(key, (2, 6, 8))
+    x = draws.normal(key, (2, 6, 8))
     layer = Linen(**SETTINGS, rotary_base=None)
     params = layer.init(key, x)
     w = params["params"]["qkv"]["kernel"]
@@ -32,24 +35,25 @@ def test_linen_is_its_parts(key):
 
 
 def test_linen_with_a_cache_gives_the_same(key):
-    x = jax.random.normal(key, (2, 6, 8))
+    x = draws.normal(key, (2, 6, 8))
     layer = Linen(**SETTINGS, decode=True)
-    variables = layer.init(key, x)
-    want = Linen(**SETTINGS).apply({"params": variables["params"]}, x)
+    variables = jax.jit(layer.init)(key, x)
+    want = jax.jit(Linen(**SETTINGS).apply)({"params": variables["params"]}, x)
+    decode = jax.jit(functools.partial(layer.apply, mutable="cache"))
     outs, start = [], 0
     for count in (1, 3, 2):  # several tokens at once too
         part = x[:, start : start + count]
-        out, cache = layer.apply(variables, part, mutable="cache")
+        out, cache = decode(variables, part)
         variables = variables | cache
         outs.append(out)
         start += count
     close(jnp.concatenate(outs, axis=1), want)
-    out, _ = layer.apply(variables, x[:, :1], mutable="cache")
+    out, _ = decode(variables, x[:, :1])
     assert np.isnan(out).all()  # there is no room
 
 
 def test_nnx_with_a_cache_gives_the_same(key):
-    x = jax.random.normal(key, (2, 5, 8))
+    x = draws.normal(key, (2, 5, 8))
     layer = Nnx(features=8, **SETTINGS, use_bias=True, rngs=nnx.Rngs(0))
     want = layer(x)
     with pytest.raises(ValueError, match="Call init_cache first"):
@@ -62,20 +66,25 @@ def test_nnx_with_a_cache_gives_the_same(key):
 
 
 def test_what_a_cache_has_no_room_for_spoils_nothing(key):
-    x = jax.random.normal(key, (2, 7, 8))
+    x = draws.normal(key, (2, 7, 8))
     layer = Nnx(features=8, **SETTINGS, rngs=nnx.Rngs(0))
     want = layer(x)
     layer.init_cache(2, 6)
-    layer(x[:, :4], decode=True)
+
+    @nnx.jit
+    def decode(layer, x):
+        return layer(x, decode=True)
+
+    decode(layer, x[:, :4])
     before = np.asarray(layer.cached_key[...])
-    got = layer(x[:, 4:], decode=True)  # three, with room for two
+    got = decode(layer, x[:, 4:])  # three, with room for two
     close(got[:, :2], want[:, 4:6])
     assert np.isnan(got[:, 2]).all()
     np.testing.assert_array_equal(layer.cached_key[...][:, :4], before[:, :4])
     after = np.asarray(layer.cached_key[...])
-    assert np.isnan(layer(x, decode=True)).all()  # more than the cache is long
+    assert np.isnan(decode(layer, x)).all()  # more than the cache is long
     np.testing.assert_array_equal(layer.cached_key[...], after)
-    assert layer(x[:, :0], decode=True).shape == (2, 0, 8)
+    assert decode(layer, x[:, :0]).shape == (2, 0, 8)
 
 
 def test_a_cache_counts_by_itself(key):
@@ -101,7 +110,7 @@ def test_the_input_has_three_axes(key):
 
 
 def test_segments_and_dropout(key):
-    x = jax.random.normal(key, (1, 6, 8))
+    x = draws.normal(key, (1, 6, 8))
     ids = jnp.array([[0, 0, 1, 1, 1, 1]])
     layer = Nnx(4, 2, 8, dropout_rate=0.5, rotary_base=None, rngs=nnx.Rngs(0))
     close(layer(x, segment_ids=ids)[:, 2:], layer(x[:, 2:]))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from opsnn_jax.ops.attention import flash_attention
+from tests import draws
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 
@@ -16,8 +17,7 @@ def make(key, b, t, s, n, k, h, hv=None, dtype=f32):
     keys = jax.random.split(key, 4)
     shapes = (b, t, n, h), (b, s, k, h), (b, s, k, hv or h), (b, t, n, hv or h)
     return [
-        jax.random.normal(i, shape, dtype)
-        for i, shape in zip(keys, shapes, strict=True)
+        draws.normal(i, shape, dtype) for i, shape in zip(keys, shapes, strict=True)
     ]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from opsnn_jax import conv
 from opsnn_jax.kernels.winograd.transforms import transform
+from tests import draws
 from tests.numerics import assert_as_accurate, assert_within
 
 # Relative rms error of one fp32 multiplication and addition chain over a few hundred
@@ -40,12 +41,10 @@ def winograd_bound(m, dtype, r=3, rank=2):
 
 def draw(key, x_shape, w_shape, dtype, bias=True):
     kx, kw, kb = jax.random.split(key, 3)
-    x = jax.random.normal(kx, x_shape, jnp.float32)
-    scale = np.float32(np.prod(w_shape[:-1])) ** -0.5
-    w = jax.random.normal(kw, w_shape, jnp.float32) * scale
-    b = jax.random.normal(kb, w_shape[-1:], jnp.float32)
-    arrays = (x, w, b) if bias else (x, w)
-    return tuple(a.astype(dtype) for a in arrays)
+    x = draws.normal(kx, x_shape, dtype)
+    w = draws.normal(kw, w_shape, dtype, scale=np.prod(w_shape[:-1]) ** -0.5)
+    b = draws.normal(kb, w_shape[-1:], dtype)
+    return (x, w, b) if bias else (x, w)
 
 
 def value_and_vjp(f, arrays, dy):
@@ -53,19 +52,21 @@ def value_and_vjp(f, arrays, dy):
     return (y, *vjp(dy))
 
 
-def compare(arrays, key, *, implementation, bound=None, **options):
+def compare(
+    arrays, key, *, implementation, bound=None, compiler_options=None, **options
+):
     """Checks value and gradients of `conv`: within `bound`, or else at most twice the
     error of the plain formula in the same dtype."""
 
     ours = functools.partial(conv, implementation=implementation, **options)
     plain = functools.partial(conv, implementation="reference", **options)
     shape = jax.eval_shape(plain, *arrays).shape
-    dy = jax.random.normal(key, shape, jnp.float32).astype(arrays[0].dtype)
+    dy = draws.normal(key, shape, arrays[0].dtype)
 
     # Without a bound, the plain formula in the same dtype gives it.
     functions = (ours, plain) if bound is None else (ours,)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options)
     def each(arrays, dy):
         return [value_and_vjp(f, arrays, dy) for f in functions]
 

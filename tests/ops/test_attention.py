@@ -1,5 +1,7 @@
 """The contract of flash_attention: values, gradients, masks and what is hidden."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,8 @@ from attention_truth import (
 )
 
 from opsnn_jax.ops.attention import flash_attention
+from tests import draws
+from tests.compilation import AS_USERS_DO
 
 # B, T, S, N, K, H, Hv: sizes 1, 3, primes, one more and one less than a block of
 # queries or keys (512), grouped heads, and value features of their own.
@@ -35,8 +39,12 @@ CASES = [
 @pytest.mark.optimized
 @pytest.mark.parametrize("shape, causal, dtype", CASES, ids=str)
 def test_error_is_at_most_twice_that_of_the_plain_formula(key, shape, causal, dtype):
-    args = (*make(key, *shape, dtype=dtype), None, None, causal)
-    check_against_exact(out_and_grads(*args), args, plain(*args))
+    arrays = (*make(key, *shape, dtype=dtype), None, None)
+    ours, theirs = (
+        jax.jit(functools.partial(f, causal=causal), compiler_options=AS_USERS_DO)
+        for f in (out_and_grads, plain)
+    )
+    check_against_exact(ours(*arrays), (*arrays, causal), theirs(*arrays))
 
 
 @pytest.mark.parametrize("dim", [1, 3, 80, 192, 512])
@@ -47,8 +55,8 @@ def test_head_sizes(key, dim):
 
 def test_reference_is_the_formula(key):
     arrays = make(key, 2, 5, 7, 4, 2, 8, 3)
-    bias = jax.random.normal(key, (1, 4, 1, 7))
-    mask = jax.random.bernoulli(key, 0.7, (2, 1, 5, 7)).at[0, 0, 2].set(False)
+    bias = draws.normal(key, (1, 4, 1, 7))
+    mask = draws.bernoulli(key, 0.7, (2, 1, 5, 7)).at[0, 0, 2].set(False)
     args = (*arrays, bias, mask, True)
     check_against_exact(out_and_grads(*args, implementation="reference"), args)
 
@@ -74,7 +82,7 @@ def test_bias_of_every_broadcast_shape_has_its_gradient(key, shape):
     # The dtype of the bias is its own.
     dtypes = {4: (f32, f32), 3: (bf16, f32)}.get(len(shape), (f32, bf16))
     arrays = make(key, B, T, S, N, 1, 5, dtype=dtypes[0])
-    bias = jax.random.normal(key, shape, dtypes[1])
+    bias = draws.normal(key, shape, dtypes[1])
     ours = out_and_grads(*arrays, bias, None, False)
     assert ours["dbias"].shape == shape
     assert ours["dbias"].dtype == dtypes[1]
@@ -86,7 +94,7 @@ def test_bias_of_every_broadcast_shape_has_its_gradient(key, shape):
 def test_gradient_of_a_bias_over_several_tiles(key):
     arrays = make(key, 2, 520, 600, 2, 1, 8)
     for shape in ((1, 2, 520, 600), (2, 1, 1, 600)):
-        bias = jax.random.normal(key, shape)
+        bias = draws.normal(key, shape)
         args = (*arrays, bias, None, True)
         check_against_exact(out_and_grads(*args), args, plain(*args))
 
@@ -106,7 +114,7 @@ MASKS = [(B, 1, 1, S), (1, 1, T, S), (B, 1, T, S), (B, N, 1, S), (T, S)]
 )
 def test_mask_of_every_broadcast_shape(key, implementation, shape):
     arrays = make(key, B, T, S, N, N, 5)
-    mask = jax.random.bernoulli(key, 0.6, shape)
+    mask = draws.bernoulli(key, 0.6, shape)
     ours = out_and_grads(*arrays, None, mask, False, implementation)
     mask = mask.reshape((1,) * (4 - mask.ndim) + shape)
     check_against_exact(ours, (*arrays, None, mask, False))
@@ -114,7 +122,7 @@ def test_mask_of_every_broadcast_shape(key, implementation, shape):
 
 def test_mask_over_several_blocks_of_the_gpu(key):
     arrays = make(key, 2, 140, 150, 2, 1, 8)
-    mask = jax.random.bernoulli(key, 0.6, (2, 1, 140, 150))
+    mask = draws.bernoulli(key, 0.6, (2, 1, 140, 150))
     ours = out_and_grads(*arrays, None, mask, True, "pallas_gpu")
     check_against_exact(ours, (*arrays, None, mask, True))
 
@@ -124,18 +132,17 @@ def test_gradients_are_the_slope_of_the_function(key, implementation):
     with jax.enable_x64(True):
         arrays = make(key, 1, 4, 6, 4, 2, 3, 5, dtype=jnp.float64)
         *args, dout = arrays
-        args.append(jax.random.normal(key, (1, 4, 1, 6), jnp.float64))
+        args.append(draws.normal(key, (1, 4, 1, 6), jnp.float64))
 
+        @jax.jit
         def f(*args):
             out = flash_attention(*args, is_causal=True, implementation=implementation)
             return jnp.vdot(out, dout)
 
-        grads = jax.grad(f, tuple(range(4)))(*args)
+        grads = jax.jit(jax.grad(f, tuple(range(4))))(*args)
         step = 1e-5
         for i, grad in enumerate(grads):
-            direction = jax.random.normal(
-                jax.random.key(i), args[i].shape, args[i].dtype
-            )
+            direction = draws.normal(jax.random.key(i), args[i].shape, args[i].dtype)
             ends = []
             for sign in (step, -step):
                 moved = list(args)
@@ -243,23 +250,22 @@ def test_empty_lengths(sizes, implementation):
 def test_lse_without_features_of_values(key, implementation):
     q, k, v, _ = make(key, 1, 3, 4, 2, 1, 4)
 
-    @jax.jit
     def run(q, k, v):
         options = dict(is_causal=True, implementation=implementation, return_lse=True)
         out, lse = flash_attention(q, k, v, **options)
-        return jnp.sum(jnp.sin(lse)), (out.shape, lse)
+        return jnp.sum(jnp.sin(lse)), (out, lse)
 
-    run = jax.grad(run, (0, 1), has_aux=True)
-    (dq, dk), (shape, lse) = run(q, k, v[..., :0])
+    run = jax.jit(jax.grad(run, (0, 1), has_aux=True))
+    (dq, dk), (out, lse) = run(q, k, v[..., :0])
     want_grads, (_, want) = run(q, k, v)
-    assert shape == (1, 3, 2, 0)
+    assert out.shape == (1, 3, 2, 0)
     for a, b in zip((dq, dk, lse), (*want_grads, want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", [None, "xla", "reference"])
 def test_heads_without_features_of_queries_weigh_all_keys_alike(key, implementation):
-    v = jax.random.normal(key, (2, 4, 1, 3))
+    v = draws.normal(key, (2, 4, 1, 3))
     q, k = jnp.ones((2, 3, 2, 0)), jnp.ones((2, 4, 1, 0))
     got = out_and_grads(
         q, k, v, jnp.ones((2, 3, 2, 3)), None, None, False, implementation

@@ -14,6 +14,7 @@ from opsnn_jax import (
     fused_qkv,
     rotary_embedding,
 )
+from tests import draws
 
 
 def close(got, want, tolerance=2e-6):
@@ -27,7 +28,7 @@ def close(got, want, tolerance=2e-6):
 def cache(key, batch=3, size=12, kv_heads=2, features=4):
     keys = jax.random.split(key, 2)
     shape = (batch, size, kv_heads, features)
-    return [jax.random.normal(k, shape) for k in keys]
+    return [draws.normal(k, shape) for k in keys]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def cache(key, batch=3, size=12, kv_heads=2, features=4):
 @pytest.mark.parametrize("splits", [1, 5])
 def test_decode_is_the_end_of_a_causal_call(key, implementation, splits):
     k, v = cache(key)
-    q = jax.random.normal(key, (3, 2, 6, 4))
+    q = draws.normal(key, (3, 2, 6, 4))
     lengths = jnp.array([5, 12, 1])  # the last example has room for one query only
     sinks = jnp.arange(6.0) / 3
     options = dict(softcap=3.0, scale=0.4, return_lse=True)
@@ -47,33 +48,37 @@ def test_decode_is_the_end_of_a_causal_call(key, implementation, splits):
         more = dict(splits=splits, window=6, implementation=implementation)
         return attention_decode(q, k, v, lengths, sinks=sinks, **more, **options)
 
+    @jax.jit
+    def causal(q, k, v):
+        more = dict(is_causal=True, causal_align="bottom_right", window=(6, 0))
+        more["implementation"] = "reference"
+        return flash_attention(q, k, v, sinks=sinks, **more, **options)
+
     behind = (jnp.arange(12)[None] >= lengths[:, None])[..., None, None]
     got = decode(q, *(jnp.where(behind, jnp.nan, x) for x in (k, v)), lengths)
     for b, length in enumerate(np.asarray(lengths)):
-        out, lse = flash_attention(
-            *(x[b : b + 1] for x in (q, k[:, :length], v[:, :length])),
-            is_causal=True,
-            causal_align="bottom_right",
-            window=(6, 0),
-            sinks=sinks,
-            implementation="reference",
-            **options,
+        # Sliced by numpy: JAX would compile each slice.
+        out, lse = causal(
+            *(np.asarray(x)[b : b + 1] for x in (q, k[:, :length], v[:, :length]))
         )
         close((got[0][b], got[1][b]), (out[0], lse[0]))
 
 
 def test_decode_of_one_token_and_its_gradient(key):
     k, v = cache(key)
-    q = jax.random.normal(key, (3, 4, 4))
+    q = draws.normal(key, (3, 4, 4))
     lengths = jnp.array([0, 7, 12])
-    out = attention_decode(q, k, v, lengths, splits=3)
+    decode = jax.jit(attention_decode, static_argnames="splits")
+    out = decode(q, k, v, lengths, splits=3)
     assert out.shape == q.shape
     assert not out[0].any()
 
-    def loss(q, k, v, splits):
+    @functools.partial(jax.jit, static_argnames="splits")
+    @functools.partial(jax.grad, argnums=(0, 1, 2))
+    def gradients(q, k, v, splits):
         return jnp.sum(jnp.sin(attention_decode(q, k, v, lengths, splits=splits)))
 
-    grads = [jax.grad(loss, (0, 1, 2))(q, k, v, splits) for splits in (1, 4)]
+    grads = [gradients(q, k, v, splits=splits) for splits in (1, 4)]
     close(*grads)
     assert not grads[1][0][0].any()
     assert not grads[1][1][1, 7:].any()
@@ -81,7 +86,7 @@ def test_decode_of_one_token_and_its_gradient(key):
 
 def test_decode_with_a_length_for_all(key):
     k, v = cache(key)
-    q = jax.random.normal(key, (3, 4, 4))
+    q = draws.normal(key, (3, 4, 4))
     each = attention_decode(q, k, v, jnp.full(3, 5))
     np.testing.assert_array_equal(attention_decode(q, k, v, np.int32(5)), each)
 
@@ -138,7 +143,7 @@ def test_decode_errors(change, error, match):
 
 
 def test_rotary_scores_depend_on_the_distance_alone(key):
-    q, k = jax.random.normal(key, (2, 1, 1, 1, 8))
+    q, k = draws.normal(key, (2, 1, 1, 1, 8))
     turn = functools.partial(rotary_embedding, base=100.0)
 
     def score(i, j):
@@ -151,7 +156,7 @@ def test_rotary_scores_depend_on_the_distance_alone(key):
 
 
 def test_rotary_is_its_formula_and_keeps_norms(key):
-    x = jax.random.normal(key, (2, 5, 3, 6), jnp.bfloat16)
+    x = draws.normal(key, (2, 5, 3, 6), jnp.bfloat16)
     y = rotary_embedding(x, rotary_dim=4)
     wide = np.asarray(x, np.float64)
     pairs = wide[..., :2] + 1j * wide[..., 2:4]
@@ -195,9 +200,9 @@ def test_rotary_errors(x, options, error, match):
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_fused_qkv_is_three_projections(key, kv_heads):
     keys = jax.random.split(key, 3)
-    x = jax.random.normal(keys[0], (2, 5, 12))
-    w = jax.random.normal(keys[1], (12, 4 + 2 * kv_heads, 6))
-    b = jax.random.normal(keys[2], w.shape[1:])
+    x = draws.normal(keys[0], (2, 5, 12))
+    w = draws.normal(keys[1], (12, 4 + 2 * kv_heads, 6))
+    b = draws.normal(keys[2], w.shape[1:])
     parts = (4, 4 + kv_heads)
     got = list(fused_qkv(x, w, b, kv_heads=kv_heads, rotary=True))
     ws, bs = (jnp.split(a, parts, axis=-2) for a in (w, b))
@@ -209,7 +214,7 @@ def test_fused_qkv_is_three_projections(key, kv_heads):
 
 
 def test_packed_attention(key):
-    qkv = jax.random.normal(key, (2, 5, 3, 4, 6))
+    qkv = draws.normal(key, (2, 5, 3, 4, 6))
     want = flash_attention(*(qkv[:, :, i] for i in range(3)), is_causal=True)
     np.testing.assert_array_equal(flash_attention_packed(qkv, is_causal=True), want)
     flat = qkv[:, :, :2].reshape(2, 5, 8, 6)
@@ -218,7 +223,7 @@ def test_packed_attention(key):
         flat[:, :, :4], flat[:, :, 4:6], flat[:, :, 6:], window=(1, 0), return_lse=True
     )
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    w = jax.random.normal(key, (6, 3, 4, 8))
+    w = draws.normal(key, (6, 3, 4, 8))
     parts = fused_qkv(qkv[:, :, 0, 0], w)
     assert [x.shape for x in parts] == [(2, 5, 4, 8)] * 3
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import attention_truth
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,35 +10,25 @@ import pytest
 from attention_truth import bf16, check_against_exact, f32, make
 
 from opsnn_jax.ops.attention import flash_attention
+from tests import draws
 
 IMPLEMENTATIONS = ["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
 
 def run(q, k, v, dout, dlse=None, implementation=None, **options):
-    """Outputs and gradients of a call, compiled."""
+    """Outputs and gradients of a call, compiled once for all that are alike."""
     dlse = jnp.zeros(q.shape[:-1], f32) if dlse is None else dlse
-    static = {n: x for n, x in options.items() if not isinstance(x, jax.Array)}
+    static = [(n, x) for n, x in options.items() if not isinstance(x, jax.Array)]
     traced = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
-
-    @jax.jit
-    def both(q, k, v, dout, dlse, traced):
-        def f(q, k, v):
-            call = dict(implementation=implementation, return_lse=True)
-            return flash_attention(q, k, v, **traced, **static, **call)
-
-        (out, lse), vjp = jax.vjp(f, q, k, v)
-        return dict(
-            zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *vjp((dout, dlse))),
-                strict=True)
-        )  # fmt: skip
-
-    return both(q, k, v, dout, dlse, traced)
+    return attention_truth.run(
+        q, k, v, dout, dlse, traced, implementation, tuple(sorted(static))
+    )
 
 
 def check_mask(key, shape, seen, implementation, dtype=f32, **options):
     """The call gives what the formula gives for the dense mask `seen`."""
     arrays = make(key, *shape, dtype=dtype)
-    dlse = jax.random.normal(key, arrays[0].shape[:-1])
+    dlse = draws.normal(key, arrays[0].shape[:-1])
     got = run(*arrays, dlse, implementation, **options)
     seen = np.broadcast_to(seen, (shape[0], 1, shape[1], shape[2]))
     check_against_exact(got, (*arrays, None, seen), dlse=dlse)
@@ -314,7 +305,7 @@ def test_vmap_and_gradient_of_a_gradient_of_described_masks(key):
 
 def test_batch_axes(key):
     q, k, v, _ = make(key, 6, 4, 5, 2, 1, 8)
-    bias = jax.random.normal(key, (3, 1, 4, 5))
+    bias = draws.normal(key, (3, 1, 4, 5))
     lengths = jnp.array([[5, 3, 1], [0, 2, 4]])
     f = jax.jit(functools.partial(flash_attention, is_causal=True, return_lse=True))
     wide = (x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v))

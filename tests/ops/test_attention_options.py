@@ -10,6 +10,7 @@ from attention_truth import bf16, check_against_exact, each, f32, make, run
 
 from opsnn_jax.kernels.attention.dropout import keep
 from opsnn_jax.ops.attention import flash_attention
+from tests import draws
 
 SHAPE = (2, 5, 7, 4, 2, 6, 3)
 
@@ -19,7 +20,7 @@ def check(key, implementation, dtype=f32, operands=None, shape=SHAPE, **options)
     weights = options.pop("weights", None)
     operands = operands or {}
     arrays = make(key, *shape, dtype=dtype)
-    dlse = jax.random.normal(key, arrays[0].shape[:-1])
+    dlse = draws.normal(key, arrays[0].shape[:-1])
     got = run(*arrays, dlse, operands, implementation, tuple(sorted(options.items())))
     args = (*arrays, operands.get("bias"), operands.get("mask"))
     check_against_exact(
@@ -41,8 +42,8 @@ def test_lse_and_its_gradient(key, implementation, dtype):
 
 @each
 def test_softcap(key, implementation):
-    mask = jax.random.bernoulli(key, 0.7, (2, 1, 5, 7)).at[0, 0, 1].set(False)
-    operands = {"mask": mask, "bias": jax.random.normal(key, (1, 4, 5, 1))}
+    mask = draws.bernoulli(key, 0.7, (2, 1, 5, 7)).at[0, 0, 1].set(False)
+    operands = {"mask": mask, "bias": draws.normal(key, (1, 4, 5, 1))}
     first = check(key, implementation, operands=operands, softcap=0.7)
     second = check(key, implementation, operands=operands, softcap=1.4)
     assert np.abs(first["out"] - second["out"]).max() > 1e-3
@@ -88,9 +89,9 @@ def test_sinks_over_several_tiles(key, implementation, t, s):
     "shape", [(1, 1, 1, 1), (2, 1, 5, 1), (1, 4, 1, 7), (2, 4, 5, 7)], ids=str
 )
 def test_bias_of_a_kernel(key, implementation, shape):
-    bias = jax.random.normal(key, shape, bf16).at[..., -1].add(-jnp.inf)
+    bias = draws.normal(key, shape, bf16).at[..., -1].add(-jnp.inf)
     bias = bias.at[0, 0, -1].set(-jnp.inf)  # hides all keys
-    mask = jax.random.bernoulli(key, 0.7, shape)
+    mask = draws.bernoulli(key, 0.7, shape)
     if shape == (1, 1, 1, 1):
         bias, mask = jnp.full(shape, 0.5), ~mask | mask
     check(key, implementation, operands={"bias": bias, "mask": mask}, is_causal=True)
@@ -134,7 +135,8 @@ def test_dropout_is_the_same_for_all_blocks(key, implementation, t, s):
 def test_dropout_of_all_and_of_nothing(key, implementation):
     q, k, v, dout = make(key, *SHAPE)
 
-    def out_and_grad(rate, rng=key):
+    @functools.partial(jax.jit, static_argnums=0)
+    def out_and_grad(rate, rng):
         f = functools.partial(
             flash_attention, dropout_rate=rate, dropout_rng=rng,
             implementation=implementation,
@@ -142,10 +144,10 @@ def test_dropout_of_all_and_of_nothing(key, implementation):
         out, vjp = jax.vjp(f, q, k, v)
         return out, *vjp(dout)
 
-    for x in out_and_grad(1):
+    for x in out_and_grad(1, key):
         np.testing.assert_array_equal(x, jnp.zeros_like(x))
     jax.tree.map(
-        np.testing.assert_array_equal, out_and_grad(0.0), out_and_grad(0.0, None)
+        np.testing.assert_array_equal, out_and_grad(0.0, key), out_and_grad(0.0, None)
     )
 
 

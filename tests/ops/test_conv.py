@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from opsnn_jax import conv, conv1d, conv2d, conv3d
+from tests import draws
+from tests.compilation import AS_USERS_DO
 from tests.numerics import errors
 from tests.ops.conv_cases import compare, draw, value_and_vjp, winograd_bound
 
@@ -29,7 +31,10 @@ SHAPES = [
 def test_3x3_against_fp64(implementation, x, w, padding, key):
     arrays = draw(key, x, w, "float32")
     bound = winograd_bound(4, "float32") if implementation == "winograd" else None
-    compare(arrays, key, padding=padding, implementation=implementation, bound=bound)
+    compare(
+        arrays, key, padding=padding, implementation=implementation, bound=bound,
+        compiler_options=AS_USERS_DO,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -91,7 +96,7 @@ def test_direct_options_against_reference_in_fp64(
         arrays = draw(key, (2, 9, 8, 4), (*k, 4 // groups, 6), "float64")
         ours = functools.partial(conv2d, implementation="direct", **options)
         plain = functools.partial(conv2d, implementation="reference", **options)
-        dy = jax.random.normal(key, plain(*arrays).shape, jnp.float64)
+        dy = draws.normal(key, plain(*arrays).shape, jnp.float64)
         chex.assert_trees_all_close(
             value_and_vjp(ours, arrays, dy), value_and_vjp(plain, arrays, dy),
             rtol=1e-12, atol=1e-12,
@@ -132,9 +137,7 @@ def test_directional_finite_differences(implementation, key):
         gradients = jax.grad(loss, argnums=(0, 1, 2))(*arrays)
         step = 1e-5
         for i, gradient in enumerate(gradients):
-            v = jax.random.normal(
-                jax.random.fold_in(key, i), gradient.shape, jnp.float64
-            )
+            v = draws.normal(jax.random.fold_in(key, i), gradient.shape, jnp.float64)
             ends = [
                 loss(*arrays[:i], arrays[i] + s * v, *arrays[i + 1 :])
                 for s in (step, -step)
@@ -231,8 +234,9 @@ def test_padding_of_both_signs(padding, k, implementation, key):
     def f(x, w):
         return conv2d(x, w, padding=padding, implementation=implementation)
 
-    dy = jax.random.normal(key, jax.eval_shape(f, *arrays).shape, jnp.float32)
-    got = jax.jit(functools.partial(value_and_vjp, f))(arrays, dy)
+    dy = draws.normal(key, jax.eval_shape(f, *arrays).shape, jnp.float32)
+    run = functools.partial(value_and_vjp, f)
+    got = jax.jit(run, compiler_options=AS_USERS_DO)(arrays, dy)
     x, w, dy = (np.asarray(a, np.float64) for a in (*arrays, dy))
     (a, b), (c, d) = ((max(p, 0), max(q, 0)) for p, q in padding)
     padded = np.pad(x, ((0, 0), (a, b), (c, d), (0, 0)))

@@ -11,6 +11,7 @@ import pytest
 
 from opsnn_jax import conv, conv2d, fold_batchnorm, separable_conv2d
 from opsnn_jax.ops.conv_table import TABLE
+from tests import draws
 from tests.numerics import assert_as_accurate
 from tests.ops.conv_cases import draw, value_and_vjp
 
@@ -42,8 +43,8 @@ CASES = [
 def test_values_and_gradients_of_all_operands(implementation, activation, key):
     x_shape, w_shape, options = CALLS[implementation]
     x, w, b = draw(key, x_shape, w_shape, "float32")
-    residual = jax.random.normal(key, (*x_shape[:-1], 4), jnp.float32)
-    dy = jax.random.normal(jax.random.fold_in(key, 1), residual.shape, jnp.float32)
+    residual = draws.normal(key, (*x_shape[:-1], 4), jnp.float32)
+    dy = draws.normal(jax.random.fold_in(key, 1), residual.shape, jnp.float32)
 
     def run(implementation, *arrays):
         def f(x, w, b, residual):
@@ -90,7 +91,8 @@ def test_grad_of_grad_through_an_activation(key):
             y = conv2d(x, w, b, activation="gelu", implementation=implementation)
             return jnp.sum(y**2)
 
-        return jax.grad(lambda x, w: jnp.sum(jax.grad(loss)(x, w) ** 2), (0, 1))
+        penalty = jax.grad(lambda x, w: jnp.sum(jax.grad(loss)(x, w) ** 2), (0, 1))
+        return jax.jit(penalty)
 
     chex.assert_trees_all_close(
         twice("direct")(x, w), twice("reference")(x, w), rtol=1e-3, atol=1e-4
@@ -114,7 +116,7 @@ def test_folded_batch_norm_is_the_two_in_turn(with_bias, key):
     with jax.enable_x64(True):
         x, w, b = draw(key, (2, 5, 5, 3), (3, 3, 3, 4), "float64")
         b = b if with_bias else None
-        vectors = jax.random.uniform(key, (4, 4), jnp.float64) + 0.5
+        vectors = draws.uniform(key, (4, 4), jnp.float64) + 0.5
         gamma, beta, mean, var = np.asarray(vectors)  # numpy's broadcast over images
         z = np.asarray(conv2d(x, w, b))
         expected = gamma * (z - mean) / np.sqrt(var + 1e-3) + beta
@@ -127,7 +129,7 @@ def test_folded_batch_norm_is_the_two_in_turn(with_bias, key):
 
 def test_folding_half_precision_weights_rounds_once(key):
     _, w, _ = draw(key, (1, 3, 3, 3), (3, 3, 3, 4), "bfloat16")
-    gamma, beta, mean, var = jax.random.uniform(key, (4, 4), jnp.float32) + 0.5
+    gamma, beta, mean, var = draws.uniform(key, (4, 4), jnp.float32) + 0.5
     folded, bias = fold_batchnorm(w, None, gamma, beta, mean, var)
     assert folded.dtype == bias.dtype == jnp.bfloat16
     wide = fold_batchnorm(w.astype(jnp.float32), None, gamma, beta, mean, var)
@@ -149,10 +151,14 @@ def test_separable_is_depthwise_then_pointwise(key):
     ours = functools.partial(separable_conv2d, strides=2, activation="relu")
     arrays = (x, depthwise, pointwise, b)
     dy = jnp.ones((2, 4, 3, 4))
-    got, expected = (value_and_vjp(f, arrays, dy) for f in (ours, plain))
+    # Each in one program; op by op, XLA would compile each op of them.
+    ours_vjp, plain_vjp = (
+        jax.jit(functools.partial(value_and_vjp, f)) for f in (ours, plain)
+    )
+    got, expected = ours_vjp(arrays, dy), plain_vjp(arrays, dy)
     with jax.enable_x64(True):
-        wide = [a.astype(jnp.float64) for a in arrays]
-        exact = value_and_vjp(plain, wide, dy.astype(jnp.float64))
+        wide = tuple(np.asarray(a, np.float64) for a in arrays)
+        exact = plain_vjp(wide, np.asarray(dy, np.float64))
     for g, p, t in zip(got, expected, exact, strict=True):
         assert_as_accurate(g, p, t, terms=9 + 6)  # taps, then channels
     first = jnp.moveaxis(x, -1, 1)

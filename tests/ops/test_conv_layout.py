@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from opsnn_jax import conv, conv2d, from_blocked, to_blocked
+from tests import draws
 from tests.ops.conv_cases import draw, value_and_vjp
 
 
@@ -16,7 +17,7 @@ def test_the_same_values_and_gradients(layout, rank, key):
     # 5 and 7 channels fill no block of 4.
     space, kernel = (4, 5, 3)[:rank], (3, 2, 1)[:rank]
     x, w, b = draw(key, (2, *space, 5), (*kernel, 5, 7), "float32")
-    residual = jax.random.normal(key, (2, *space, 7), jnp.float32)
+    residual = draws.normal(key, (2, *space, 7), jnp.float32)
 
     def into(a):
         return jnp.moveaxis(a, -1, 1) if layout != "blocked" else to_blocked(a, 4)
@@ -46,7 +47,7 @@ def test_the_same_values_and_gradients(layout, rank, key):
 @pytest.mark.parametrize("channels", [1, 7, 8, 9, 16, 17])
 @pytest.mark.parametrize(("dtype", "block"), [("float32", 8), ("bfloat16", 16)])
 def test_blocks_round_trip_exactly(channels, dtype, block, key):
-    x = jax.random.normal(key, (2, 3, channels), jnp.float32).astype(dtype)
+    x = draws.normal(key, (2, 3, channels), jnp.float32).astype(dtype)
     blocked = to_blocked(x)
     assert blocked.shape == (2, -(-channels // block), 3, block)
     chex.assert_trees_all_equal(from_blocked(blocked, channels), x)

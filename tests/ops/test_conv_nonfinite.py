@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from opsnn_jax import conv2d
+from tests import draws
 
 EACH = pytest.mark.parametrize(
     "implementation", [None, "direct", "gemm", "winograd", "pallas_tpu"]
@@ -82,8 +83,8 @@ def test_a_product_that_overflows_is_not_hidden_by_relu(implementation):
 
 
 def test_one_of_a_batch_that_is_mapped(key):
-    x = jax.random.normal(key, (3, 1, 6, 6, 2)).at[1, 0, 2, 2, 0].set(jnp.inf)
-    w = jax.random.normal(key, (2, 3, 3, 2, 2))
+    x = draws.normal(key, (3, 1, 6, 6, 2)).at[1, 0, 2, 2, 0].set(jnp.inf)
+    w = draws.normal(key, (2, 3, 3, 2, 2))
     f = functools.partial(conv2d, implementation="winograd")
     y = jax.jit(jax.vmap(jax.vmap(f, (None, 0)), (0, None)))(x, w)
     expected = jnp.stack([jnp.stack([f(a, b) for b in w]) for a in x])

@@ -30,6 +30,7 @@ def test_vmap_equals_a_loop(implementation, in_axes, key):
         for a, axis in zip((x, w), in_axes, strict=True)
     )
 
+    @jax.jit
     def gradients(x, w):
         def loss(x, w):
             return jnp.sum(conv2d(x, w, implementation=implementation) ** 2)
@@ -55,7 +56,7 @@ def test_grad_of_grad(implementation, key):
         def outer(x, w):
             return sum(jnp.sum(g**2) for g in jax.grad(inner, (0, 1))(x, w))
 
-        return jax.grad(outer, (0, 1))
+        return jax.jit(jax.grad(outer, (0, 1)))
 
     with jax.enable_x64(True):
         arrays = draw(key, (1, 5, 6, 2), (3, 3, 2, 3), "float64", bias=False)
@@ -71,7 +72,7 @@ def test_grad_of_grad_in_half_precision(key):
         inner = jax.grad(lambda x: jnp.sum(conv2d(x, w).astype(jnp.float32) ** 2))(x)
         return jnp.sum(inner.astype(jnp.float32) ** 2)
 
-    second = jax.grad(penalty)(x)
+    second = jax.jit(jax.grad(penalty))(x)
     assert second.dtype == jnp.bfloat16
     assert bool(jnp.isfinite(second.astype(jnp.float32)).all())
 

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 from opsnn_jax import conv_transpose
+from tests import draws
 from tests.numerics import assert_as_accurate
 from tests.ops.conv_cases import draw, value_and_vjp
 
@@ -44,7 +45,7 @@ def test_as_lax(strides, padding, dilation, transpose_kernel, k, key):
         conv_transpose, strides=strides, padding=padding, dilation=dilation,
         transpose_kernel=transpose_kernel,
     )  # fmt: skip
-    dy = jax.random.normal(key, jax.eval_shape(plain, x, w).shape, jnp.float32)
+    dy = draws.normal(key, jax.eval_shape(plain, x, w).shape, jnp.float32)
     got, expected = (value_and_vjp(f, (x, w), dy) for f in (ours, plain))
     with jax.enable_x64(True):
         exact = value_and_vjp(
@@ -79,7 +80,7 @@ def test_groups_are_convolutions_beside_each_other(transpose_kernel, key):
     x, w = draw(key, (1, 4, 3, 4), (3, 3, 2, 6), "float32", bias=False)
     f = functools.partial(conv_transpose, strides=2, transpose_kernel=transpose_kernel)
     if transpose_kernel:  # (*K, O / g, C): each group has its own C / g columns
-        w = jax.random.normal(key, (3, 3, 3, 4), jnp.float32)
+        w = draws.normal(key, (3, 3, 3, 4), jnp.float32)
         parts = [f(x[..., :2], w[..., :2]), f(x[..., 2:], w[..., 2:])]
     else:
         parts = [f(x[..., :2], w[..., :3]), f(x[..., 2:], w[..., 3:])]
@@ -98,7 +99,7 @@ def test_vmap_scan_and_grad_of_grad(key):
         def outer(x, w):
             return jnp.sum(jax.grad(loss, 1)(x, w) ** 2)
 
-        return jax.vmap(jax.grad(outer, (0, 1)), (0, None))
+        return jax.jit(jax.vmap(jax.grad(outer, (0, 1)), (0, None)))
 
     xs = jnp.stack([x, 2 * x])
     chex.assert_trees_all_close(

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from opsnn_jax import dot_product_attention
+from tests import draws
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 
@@ -17,7 +18,7 @@ B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 def arrays(key, t=T, s=S, dtype=jnp.float32):
     keys = jax.random.split(key, 3)
     shapes = (B, t, N, H), (B, s, K, H), (B, s, K, H)
-    return [jax.random.normal(k, x, dtype) for k, x in zip(keys, shapes, strict=True)]
+    return [draws.normal(k, x, dtype) for k, x in zip(keys, shapes, strict=True)]
 
 
 def check_same(got, want, dtype=jnp.float32):
@@ -68,9 +69,9 @@ def test_values_and_gradients_are_those_of_jax(key, options):
         dtype = jnp.bfloat16
     bias = mask = None
     if options.pop("bias", False):
-        bias = jax.random.normal(key, (1, N, T, S))
+        bias = draws.normal(key, (1, N, T, S))
     if options.pop("mask", False):
-        mask = jax.random.bernoulli(key, 0.7, (B, 1, T, S)).at[..., 0].set(True)
+        mask = draws.bernoulli(key, 0.7, (B, 1, T, S)).at[..., 0].set(True)
 
     def f(attention, q, k, v):
         # JAX's rows behind a query's length are 0 in the output only.
@@ -127,7 +128,7 @@ def test_the_mask_is_boolean(key):
 
 
 def test_linen_module_takes_it(key):
-    x = jax.random.normal(key, (2, 5, 8))
+    x = draws.normal(key, (2, 5, 8))
     mask = nn.make_causal_mask(x[..., 0])  # of float32
     ours, theirs = (
         nn.MultiHeadDotProductAttention(num_heads=2, **chosen)
@@ -144,7 +145,7 @@ def test_linen_module_takes_it(key):
 
 
 def test_nnx_module_takes_it(key):
-    x = jax.random.normal(key, (2, 5, 8))
+    x = draws.normal(key, (2, 5, 8))
     ours, theirs = (
         nnx.MultiHeadAttention(
             4, 8, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0), **chosen

@@ -1,7 +1,6 @@
 """ring_attention over eight devices is flash_attention over the whole sequence."""
 
 import functools
-import os
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from opsnn_jax.ops.ring_attention import ring_attention
+from tests.compilation import environment_of
 
 X = jnp.ones((1, 3, 2, 4))
 
@@ -80,10 +80,9 @@ print("equal")
 
 
 def test_eight_devices_give_what_one_gives():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **flags},
+        env=environment_of(devices=8),
         capture_output=True,
         text=True,
     )

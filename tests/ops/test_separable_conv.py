@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from opsnn_jax import separable_conv2d
 from opsnn_jax.kernels.conv import depthwise_tpu_image
+from tests import draws
 from tests.numerics import assert_as_accurate
 from tests.ops.conv_cases import draw, value_and_vjp
 
@@ -54,7 +55,7 @@ def test_values_and_gradients_against_fp64(
         return f
 
     values = tuple(operands.values())
-    dy = jax.random.normal(key, (*x[:-1], outputs), jnp.float32).astype(dtype)
+    dy = draws.normal(key, (*x[:-1], outputs), jnp.float32).astype(dtype)
 
     @jax.jit
     def each(values, dy):

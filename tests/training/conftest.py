@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from opsnn_jax import cli
 from opsnn_jax.training import trainer
@@ -33,7 +34,18 @@ def flax_promotion():
 
 @pytest.fixture
 def weights_only(monkeypatch, quick_compilation):
-    """In place of a model three weights, whose loss the batch multiplies."""
+    """In place of a model three weights, whose loss the batch multiplies.
+
+    Pictures are planned and written, but drawn only if asked: it takes longer than all
+    the rest of such a run.
+    """
+    real_savefig = Figure.savefig
+
+    def savefig(figure, file, **options):
+        if weights_only.draws_pictures:
+            real_savefig(figure, file, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
 
     def make_task(config):
         def loss_fn(params, model_state, batch, rng):
@@ -54,7 +66,10 @@ def weights_only(monkeypatch, quick_compilation):
         )
 
     weights_only = types.SimpleNamespace(
-        batch_at=lambda k: 1.0, evaluate=dict, params={"w": jnp.ones(3)}
+        batch_at=lambda k: 1.0,
+        evaluate=dict,
+        params={"w": jnp.ones(3)},
+        draws_pictures=False,
     )
     monkeypatch.setattr(trainer, "make_task", make_task)
     return weights_only

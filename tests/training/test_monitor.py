@@ -11,6 +11,8 @@ import pytest
 
 from opsnn_jax.training import Policy, TrainState, make_train_step
 from opsnn_jax.training.monitor import Monitor, condition_number
+from tests import draws
+from tests.compilation import AS_USERS_DO
 
 FP32 = Policy.parse("float32")
 
@@ -99,10 +101,10 @@ def test_measuring_changes_no_bit(key):
 
     keys = jax.random.split(key, 3)
     params = {
-        "w": jax.random.normal(keys[0], (7, 33)),
-        "v": jax.random.normal(keys[1], (33, 3)),
+        "w": draws.normal(keys[0], (7, 33)),
+        "v": draws.normal(keys[1], (33, 3)),
     }
-    batch = jax.random.normal(keys[2], (12, 7))
+    batch = draws.normal(keys[2], (12, 7))
     optimizer = optax.adamw(1e-2)
     ends = []
     for monitor in (None, Monitor(every=2, condition=("w", "v")), Monitor(every=1)):
@@ -118,6 +120,7 @@ def test_measuring_changes_no_bit(key):
             ema_decay=0.9,
             monitor=monitor,
         )
+        step = step.lower(state, batch).compile(AS_USERS_DO)
         for _ in range(8):
             state, _ = step(state, batch)
         ends.append(dataclasses.replace(state, rng=None))

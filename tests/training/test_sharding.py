@@ -1,6 +1,5 @@
 """Steps on several devices and in several processes equal the step on one device."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from opsnn_jax.training import (
     TrainState,
     make_train_step,
 )
+from tests.compilation import environment_of
 
 POLICY = Policy.parse("float32")
 SCALING = {
@@ -224,7 +224,6 @@ def test_two_processes_skip_together_and_equal_one(tmp_path):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [
         sys.executable,
         "-m",
@@ -235,7 +234,7 @@ def test_two_processes_skip_together_and_equal_one(tmp_path):
     both = [
         subprocess.Popen(
             [*command, str(rank)],
-            env=env,
+            env=environment_of(devices=1),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
