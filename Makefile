@@ -39,8 +39,8 @@ train: $(VENV)/.train       ## train a ResNet on MNIST digits in mixed float16
 train-text: $(VENV)/.train  ## train a small GPT on the Python manual
 	$(BIN)/opsnn train examples/text.yaml
 
-# Without most of XLA's optimizations, but for the tests marked `optimized`: in a third of
-# the time.
+# Without most of XLA's optimizations, which take longer than the tests; but for those
+# marked `optimized`.
 test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -n 2 -m 'not slow and not aot' tests
 

@@ -154,7 +154,7 @@ def main():
             kept = [old for old in results if old["label"] != row["label"]]
             results = [*kept, row]
             save("conv_tpu", results)  # XLA's compiler may take minutes for a row
-    title = "convolution on a TPU, static schedules"
+    title = "convolution on a TPU, static schedules (float32: cycles visited)"
     print(plot_ratios("conv_tpu", results, title, unit="issue cycles"))
 
 

@@ -4,8 +4,8 @@ import os
 
 import jax
 
-# XLA's newer emitters of fusions take most of the time that it compiles for. The older
-# ones cannot be had any more from JAX 0.11 on.
+# XLA's newer emitters of fusions take most of the time that it compiles for. JAX 0.12
+# has no others, and a flag that XLA does not know ends the process.
 _OLDER_EMITTERS = jax.__version_info__ < (0, 11)
 
 # For `jax.jit` in tests marked `optimized`, as XLA_FLAGS are those of the process.

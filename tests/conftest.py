@@ -1,7 +1,8 @@
 """Settings of every test: strict promotion, four CPU devices, a key for each test.
 
-`make test` compiles without most of XLA's optimizations, in a third of the time. Tests
-of the numbers that a CPU computes are marked `optimized` and compiled as users do.
+`make test` compiles without most of XLA's optimizations, which take longer than the
+tests. Those of the numbers that a CPU computes are marked `optimized` and compiled as
+users do.
 """
 
 import zlib

@@ -203,7 +203,7 @@ def blocks_of(spec: ConvSpec) -> Blocks:
         rows=rows,
         columns=columns,
         steps=(ceil_div(image[0], rows), ceil_div(image[1], columns)),
-        block_o=block_outputs(outputs),
+        block_o=_block_outputs(outputs),
     )
     if not blocks.fits and blocks.block_o > LANES:
         return dataclasses.replace(blocks, block_o=LANES)
@@ -215,7 +215,7 @@ def _evenly(count, most):
     return ceil_div(count, ceil_div(count, most))
 
 
-def block_outputs(outputs: int) -> int:
+def _block_outputs(outputs: int) -> int:
     """Outputs of a step: two lane tiles feed the 256-wide unit of a v6e."""
     return min(outputs, LANES) if outputs < 2 * LANES else 2 * LANES
 

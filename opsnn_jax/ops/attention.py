@@ -280,7 +280,8 @@ def delta_of(
     products = out.astype(lse.dtype) * dout.astype(lse.dtype)
 
     def by_product(x):
-        # A CPU adds a row one by one: of 16 queries a tenth of the time of both passes.
+        # XLA adds the elements of a row one by one on a CPU, which took a tenth of the
+        # time of both passes for 16 queries.
         ones = jnp.ones(x.shape[-1:], x.dtype)
         return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST)
 

@@ -164,7 +164,7 @@ def _winograd_pays_on_a_tpu(spec):
     if not (exact and spec.rank == 2 and _is_3x3(spec) and full):
         return False
     size = min(*spec.spatial, *spec.out_spatial)
-    return size > 16 or size > 11 and min(spec.w_shape[-2:]) >= 256
+    return size > 19 or size > 11 and min(spec.w_shape[-2:]) >= 256
 
 
 _ALL = ("fwd", "dx", "dw")
