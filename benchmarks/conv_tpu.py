@@ -6,9 +6,10 @@ python benchmarks/conv_tpu.py --rows g32   only the rows with this in their name
 No TPU is needed, but the extra `aot`. A program is counted whole: padding, copies
 between layouts, the transformed filter, the look for results that are not finite. Only
 the direct form that would replace those is left out; it does not run, and a schedule
-would count it. The Winograd kernel transforms a filter in one of several steps, so its
-cycles are those visited; as it is issued, with stalls and predicated code in every
-trip, stands beside them.
+would count it. The Winograd kernel transforms a filter in one of several steps, and a
+pipeline has two trips more than a grid has steps, so the cycles of our kernels are
+those visited; as they are issued, with stalls and skipped code in every trip, stands
+beside them.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from harness import plot_ratios, renew, save
 from opsnn_jax import conv
 from opsnn_jax.aot import compile_for
 from opsnn_jax.kernels import finite
+from opsnn_jax.kernels.conv import depthwise_tpu
 from opsnn_jax.kernels.winograd import tpu
 from opsnn_jax.ops.conv_arguments import validate
 
@@ -75,12 +77,16 @@ def passes(layer: Layer, implementation: str | None):
     }
 
 
-def winograd_visits(layer: Layer, name: str):
-    """How often the Winograd kernel runs its parts, or None for other kernels."""
-    if layer.implementation != "pallas_tpu":
+def kernel_visits(layer: Layer, name: str):
+    """How often a Pallas kernel runs its parts, or None where there is none."""
+    kernels = {"pallas_tpu": tpu, "pallas_tpu_depthwise": depthwise_tpu}
+    if layer.implementation not in kernels:
         return None
-    x, w = (jax.ShapeDtypeStruct(s, layer.dtype) for s in (layer.x, layer.w))
-    return tpu.visits(validate("conv2d", 2, x, w, None), name)
+    arrays = (jax.ShapeDtypeStruct(s, layer.dtype) for s in (layer.x, layer.w))
+    options = {k: v for k, v in layer.options.items() if k != "precision"}
+    rank = len(layer.x) - 2
+    spec = validate(f"conv{rank}d", rank, *arrays, None, **options)
+    return kernels[layer.implementation].visits(spec, name)
 
 
 def without_exact_form(f):
@@ -106,7 +112,7 @@ def count(layer: Layer, name: str, target: str) -> dict:
     cycles = {}
     for who, implementation in (("ours", layer.implementation), ("xla", "reference")):
         f, arrays = passes(layer, implementation)[name]
-        visits = winograd_visits(layer, name) if who == "ours" else None
+        visits = kernel_visits(layer, name) if who == "ours" else None
         report = compile_for(
             without_exact_form(f), *arrays, target=target, visits=visits
         )
@@ -154,7 +160,7 @@ def main():
             kept = [old for old in results if old["label"] != row["label"]]
             results = [*kept, row]
             save("conv_tpu", results)  # XLA's compiler may take minutes for a row
-    title = "convolution on a TPU, static schedules (float32: cycles visited)"
+    title = "convolution on a TPU, static schedules (of our kernels: cycles visited)"
     print(plot_ratios("conv_tpu", results, title, unit="issue cycles"))
 
 

@@ -74,7 +74,20 @@ def _depthwise_cases():
         yield KernelCase(
             f"conv{len(x) - 2}d/pallas_tpu_depthwise/{name}/bfloat16/{shape}",
             functools.partial(_make_depthwise, name, x, w, options),
+            visits=functools.partial(_depthwise_visits, name, x, w, options),
         )
+
+
+def _depthwise_visits(name, x, w, options):
+    import jax
+
+    from opsnn_jax.kernels.conv import depthwise_tpu
+    from opsnn_jax.ops.conv_arguments import validate
+
+    rank = len(x) - 2
+    arrays = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (x, w))
+    spec = validate(f"conv{rank}d", rank, *arrays, None, groups=x[-1], **options)
+    return depthwise_tpu.visits(spec, name)
 
 
 def _make_depthwise(name, x, w, options):

@@ -172,22 +172,21 @@ def visited_cycles(text: str, steps: int, often: Sequence[float]) -> int:
     """
     bundles, markers = split_bundles(text)
     loops = find_loops(bundles, markers)
-    long = [loop for loop in loops if _is_stretch(loop)]
-    skips = [
-        skip
-        for skip in _find_skips(bundles)
-        # What guards a loop that may have no trips is no stretch of its own.
-        if not any(_is_guard(skip, loop) for loop in long)
-    ]
-    if not long or not skips:
+    skips = _find_skips(bundles)
+    body = max(skips, key=lambda s: s.last - s.first, default=None)
+    if not body or not any(loop.holds(body) for loop in loops):
         raise ValueError(
             "visited_cycles: text must be a kernel of more than one step; it has no "
             "loop over steps that skips the kernel. Leave its name out of visits."
         )
-    body = max(skips, key=lambda s: s.last - s.first)
-    stretches = sorted(
-        (s for s in (*long, *skips) if body.holds(s)), key=lambda s: (s.first, -s.last)
-    )
+    long = [loop for loop in loops if body.holds(loop) and _is_stretch(loop)]
+    skips = [
+        skip
+        for skip in skips
+        # What guards a loop that may have no trips is no stretch of its own.
+        if body.holds(skip) and not any(_is_guard(skip, loop) for loop in long)
+    ]
+    stretches = sorted((*long, *skips), key=lambda s: (s.first, -s.last))
     if len(stretches) != len(often):
         raise ValueError(
             f"visited_cycles: often must have a number for each of {len(stretches)} "
