@@ -119,6 +119,8 @@ def count(layer: Layer, name: str, target: str) -> dict:
         if not report.ok:
             raise RuntimeError(f"{layer.name} {name} {target} {who}: {report.error}")
         schedule = report.schedule
+        if schedule.unread:
+            raise RuntimeError(f"{layer.name} {name} {target} {who}: {report.notes}")
         visited = schedule.visited
         cycles[who] = schedule.cycles if visited is None else visited
         cycles[f"{who}_as_issued"] = schedule.cycles

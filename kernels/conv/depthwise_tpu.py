@@ -48,9 +48,9 @@ def visits(spec: ConvSpec, name: str) -> dict[str, tuple[int, tuple[float, ...]]
     """How often the kernel of a pass runs its parts, for figures of its schedule.
 
     Returns:
-      By the name of the kernel: the steps of its grid, and the blocks of rows over which
-      it loops in each. Nothing for an image of several strips, the first of which does
-      what the others skip.
+      By the name of the kernel: the steps of its grid, and the blocks of rows over
+      which it loops in each. Nothing for an image of several strips, the first of which
+      does what the others skip.
     """
     image = as_image(over_dy(spec) if name == "dx" else spec)
     kernel = "weight_gradient" if name == "dw" else "correlate"

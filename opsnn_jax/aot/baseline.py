@@ -50,9 +50,11 @@ def measure(case: KernelCase, target: str) -> tuple[Report, Figure | None]:
         visits=case.visits and case.visits(),
     )
     tpu = get_target(target).platform == "tpu"
-    if not report.ok or report.gpu_unread or (tpu and not report.schedule):
+    schedule = report.schedule
+    unread = report.gpu_unread or (schedule and schedule.unread)
+    if not report.ok or unread or (tpu and not schedule):
         return report, None
-    if schedule := report.schedule:
+    if schedule:
         compiler = f"libtpu-{report.toolchain['libtpu']}"
         costs = {"issue_cycles": schedule.cycles}
         if schedule.visited is not None:

@@ -10,6 +10,7 @@ kernels; its loops are those of `lax.scan` and `lax.while_loop`.
 Predicated code counts as executed; waiting for DMAs is not in a static schedule.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from opsnn_jax.aot.bundles import (
     split_bundles,
 )
 from opsnn_jax.aot.report import Kernel, Lane, Loop, Schedule, Unit
+from opsnn_jax.aot.twins import forms
 
 # Code shorter than this that is skipped or repeated is bookkeeping: it starts a DMA, or
 # copies to where XLA has put a result in vector memory.
@@ -35,8 +37,8 @@ LANE_POINTS = 480
 _REGION_EMPTY = re.compile(r"Start/End empty region (\d+)")
 _CALL = re.compile(r"inlined_call [^/]*/\* %(\S+) = ")
 _FILE = re.compile(
-    r"(?P<stamp>\d+)-(?P<kernel>.+)-\d+-(?P<what>final_bundles"
-    r"|packed-bundles-post-ra|final_hlo-static-per-bundle-utilization)\.txt"
+    r"(?P<stamp>\d+)-(?P<kernel>.+?)(?:-\d+)?-(?P<what>final_bundles"
+    r"|packed-bundles-post-ra|final_hlo-static-per-bundle-utilization|hlo)\.txt"
 )
 
 # The program itself, and what runs once when it is loaded and unloaded.
@@ -77,7 +79,9 @@ def read_schedule(
         for name, times in calls.items()
         if "final_bundles" in dumps.get(name, {})
     ]
-    kernels.sort(key=lambda k: -k.cycles * k.calls)
+    if "hlo" in dumps[_PROGRAM] and len(kernels) < len(calls):
+        kernels += _twins(kernels, calls, dumps[_PROGRAM]["hlo"].read_text())
+    kernels.sort(key=lambda k: (-k.cycles * k.calls, k.name))
     known = all(k.stalls is not None for k in kernels)
     return Schedule(
         kernels=tuple(kernels),
@@ -86,6 +90,16 @@ def read_schedule(
         program=count_cycles(program),
         unread=tuple(name for name in calls if name not in {k.name for k in kernels}),
     )
+
+
+def _twins(kernels, calls, hlo):
+    """Kernels that the compiler did not dump, for it had compiled an equal one."""
+    form = forms(hlo)
+    by_name = {kernel.name: kernel for kernel in kernels}
+    by_form = {form.get(name): kernel for name, kernel in by_name.items()}
+    for name in form.keys() & calls.keys() - by_name.keys():
+        if twin := by_form.get(form[name]):
+            yield dataclasses.replace(twin, name=name, calls=calls[name])
 
 
 def count_calls(program: str) -> dict[str, int]:

@@ -12,6 +12,7 @@ import pytest
 from aot_kernels import spec
 
 from opsnn_jax.aot import compile_for
+from opsnn_jax.aot import schedule as schedule_
 
 pytestmark = pytest.mark.aot
 
@@ -34,8 +35,7 @@ def test_a_pallas_kernel():
     assert loop.trips == 8 + 2
     assert report.flops == 2 * 256 * 512 * 128
     assert report.notes == ()
-    matrix = [u for u in kernel.units if u.name in ("MXU", "MATMUL")]
-    assert matrix[0].used > 0
+    assert _matrix(kernel).used > 0
     assert report.memory.arguments == 2 * (256 * 512 + 512 * 128)
     assert report.memory.outputs == 4 * 256 * 128
     json.loads(report.to_json())
@@ -218,6 +218,19 @@ def test_keys_and_64_bits_compile():
     assert report.memory.outputs >= 2 * 8
 
 
+def test_equal_kernels_count_each(monkeypatch):
+    def f(xs, w):
+        return [x @ w for x in jax.lax.optimization_barrier(xs)]
+
+    arrays = [spec(1024, 512, dtype=BF16)] * 6, spec(512, 128, dtype=BF16)
+    schedule = compile_for(f, *arrays, target="tpu-v5e").schedule
+    assert schedule.unread == ()
+    assert sum(_matrix(k).used > 0 for k in schedule.kernels) == 6
+    # The compiler made fewer schedules than that.
+    monkeypatch.setattr(schedule_, "forms", lambda hlo: {})
+    assert compile_for(f, *arrays, target="tpu-v5e").schedule.unread
+
+
 def test_visits_of_no_kernel_are_pointed_out():
     f, x = kernels.matmul, spec(128, 128)
     report = compile_for(f, x, x, target="tpu-v5e", visits={"nokernel": (1, ())})
@@ -277,3 +290,8 @@ def test_gpu_refuses_too_much_shared_memory(compiles_for):
     report = compile_for(kernels.triton_product, x, x, target="a100")
     assert (report.ok, report.stage) == (False, "compile")
     assert "Shared memory" in report.error
+
+
+def _matrix(kernel):
+    """The unit that takes a kernel's products; older libtpu calls it otherwise."""
+    return next(u for u in kernel.units if u.name in ("MXU", "MATMUL"))
