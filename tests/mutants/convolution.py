@@ -85,6 +85,13 @@ CONV = (
         (_CONV_IMPLEMENTATIONS + "test_strips_of_an_image_join[SAME]",),
     ),
     Mutant(
+        "depthwise-tpu-no-zeros-beside-an-image",
+        "kernels/conv/depthwise_tpu_image.py",
+        "            if start < end:\n",
+        "            if start < 0:\n",
+        (_CONV_IMPLEMENTATIONS + "test_strips_of_an_image_join[SAME]",),
+    ),
+    Mutant(
         "depthwise-tpu-no-padding-below",
         "kernels/conv/depthwise_tpu_image.py",
         "    is_there = (row >= start) & (row < start + count)\n",
