@@ -47,6 +47,9 @@ def refuses(spec: ConvSpec) -> str | None:
 def visits(spec: ConvSpec, name: str) -> dict[str, tuple[int, tuple[float, ...]]]:
     """How often the kernel of a pass runs its parts, for figures of its schedule.
 
+    For several images in which a block of rows is long: code of a small one is too
+    short to be told from what copies blocks, and has no such figure.
+
     Returns:
       By the name of the kernel: the steps of its grid, and the blocks of rows over
       which it loops in each. Nothing for an image of several strips, the first of which

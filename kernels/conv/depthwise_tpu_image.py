@@ -33,7 +33,7 @@ _SUMS = 32
 _ROWS = 8
 
 # Vector registers of outputs in a strip, at least: what a grid step costs is little
-# beside them.
+# beside them. More would leave more of the last image to be written after all else.
 _STRIP = 384
 
 # Vector registers that are copied at a time before the first block.
@@ -131,6 +131,7 @@ class Image:
             count = min(size - first, out + extent - 1 - start)
             each.append((first, start, max(0, count)))
         if any(count == 0 for *_, count in each):
+            # Then nothing is copied, and all of a row is left to be zeroed.
             return [(0, 0, 0)] * 2
         return each
 

@@ -5,7 +5,8 @@ issues per cycle. `*-final_bundles.txt` lists the bundles of a kernel,
 `*-final_hlo-static-per-bundle-utilization.txt` says how many slots of each unit a
 bundle fills, and `*-packed-bundles-post-ra.txt` is the same schedule before empty
 bundles were folded into delays. The dump named TLP is the program that calls the
-kernels; its loops are those of `lax.scan` and `lax.while_loop`.
+kernels; its loops are those of `lax.scan` and `lax.while_loop`, and `*-TLP-hlo.txt` has
+the kernels as XLA sees them.
 
 Predicated code counts as executed; waiting for DMAs is not in a static schedule.
 """
@@ -94,7 +95,7 @@ def read_schedule(
 
 def _twins(kernels, calls, hlo):
     """Kernels that the compiler did not dump, for it had compiled an equal one."""
-    form = forms(hlo)
+    form = forms(hlo, calls)
     by_name = {kernel.name: kernel for kernel in kernels}
     by_form = {form.get(name): kernel for name, kernel in by_name.items()}
     for name in form.keys() & calls.keys() - by_name.keys():

@@ -6,10 +6,13 @@ for them. Which are equal is read from the text of the program.
 
 import hashlib
 import re
+from collections.abc import Collection
 
 _COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.*)$")
-_NAME = re.compile(r"%([\w.<>-]+)")
+# Computations and instructions have names of their own: `max` may be both. A
+# computation stands behind an attribute, one or a list.
+_NAME = re.compile(r"(?P<attribute>\w+=\{?|, )?%(?P<name>[\w.<>-]+)")
 # Where it stood in Python, and how it was sharded before the program was cut.
 _ORIGIN = re.compile(
     r", (?:metadata|frontend_attributes|sharding)=\{"
@@ -17,39 +20,37 @@ _ORIGIN = re.compile(
 )
 
 
-def forms(hlo: str) -> dict[str, str]:
-    """Of each instruction, by its name, a text that twins have in common.
+def forms(hlo: str, names: Collection[str]) -> dict[str, str]:
+    """Of those instructions that the program has, a text that twins have in common.
 
     It has the shape and layout of the result and of each operand, and the computations
     that are called, with names replaced by what they stand for.
     """
-    computations = _read(hlo)
-    called: dict[str, str] = {}
-
-    def body(name):
-        """What stands for a computation, whose instructions are numbered."""
-        if name not in called:
-            numbers = {each: f"#{i}" for i, each in enumerate(computations[name])}
-            texts = computations[name].values()
-            text = ";".join(rename(t, numbers) for t in texts)
-            # Not the text itself, which grows with each level of calls.
-            called[name] = hashlib.sha256(text.encode()).hexdigest()
-        return called[name]
-
-    def rename(text, names):
-        def replace(match):
-            name = match[1]
-            if name in names:
-                return names[name]
-            return body(name) if name in computations else name
-
-        return _NAME.sub(replace, text)
-
-    found = {}
-    for instructions in computations.values():
-        shapes = {name: _shape(text) for name, text in instructions.items()}
-        found |= {n: rename(text, shapes) for n, text in instructions.items()}
+    found: dict[str, str] = {}
+    bodies: dict[str, str] = {}  # a text prints a computation before it is called
+    for computation, instructions in _read(hlo).items():
+        numbers = {name: f"#{i}" for i, name in enumerate(instructions)}
+        text = ";".join(_rename(t, numbers, bodies) for t in instructions.values())
+        bodies[computation] = hashlib.sha256(text.encode()).hexdigest()
+        wanted = instructions.keys() & names
+        shapes = {name: _shape(t) for name, t in instructions.items()} if wanted else {}
+        found |= {n: _rename(instructions[n], shapes, bodies) for n in wanted}
     return found
+
+
+def _rename(text, instructions, computations):
+    """`text` with names replaced by what they stand for."""
+    is_called = False
+
+    def replace(match):
+        nonlocal is_called
+        before, name = match["attribute"] or "", match["name"]
+        if before != ", ":  # of a list, each is what the first is
+            is_called = "=" in before
+        where = computations if is_called else instructions
+        return before + where.get(name, name)
+
+    return _NAME.sub(replace, text)
 
 
 def _read(hlo):

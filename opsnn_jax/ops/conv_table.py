@@ -156,15 +156,15 @@ def fills_registers(spec: ConvSpec) -> bool:
 
 def _winograd_pays_on_a_tpu(spec):
     # Where a product of fp32 is six of bfloat16, and registers are full of images and
-    # channels. A small image has too few tiles to pay for the transformed filter, and
-    # XLA's form of it is quicker on a v6e than its size would say.
+    # channels. A small image has too few tiles to pay for the transformed filter: of
+    # 14x14 XLA's form has fewer cycles on a v6e.
     highest = lax.Precision.HIGHEST
     exact = spec.dtype == "float32" and spec.precision in (highest, (highest, highest))
     full = spec.x_shape[0] % 8 == 0 and min(spec.w_shape[-2:]) >= 128
     if not (exact and spec.rank == 2 and _is_3x3(spec) and full):
         return False
     size = min(*spec.spatial, *spec.out_spatial)
-    return size > 19 or size > 11 and min(spec.w_shape[-2:]) >= 256
+    return size >= 28
 
 
 _ALL = ("fwd", "dx", "dw")
