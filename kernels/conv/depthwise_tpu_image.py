@@ -107,9 +107,8 @@ class Image:
     @property
     def buffer_shape(self) -> tuple[int, int, int]:
         """Of the padded image; the last block copies rows beyond it, of zeros."""
-        rows, columns = (e - 1 for e in self.spec.extent)
-        width = round_up(self.width, SUBLANES) + columns
-        return self.height + rows + self.rows, width, self.channels
+        width = round_up(self.width, SUBLANES) + self.spec.extent[1] - 1
+        return self.height + self.ahead + self.rows, width, self.channels
 
     @property
     def vmem(self) -> int:
@@ -173,7 +172,7 @@ def cost(spec: ConvSpec) -> pl.CostEstimate:
 
 def begin(buffer_ref, x_ref, image: Image) -> None:
     """In the first strip of an image, puts what its first block meets into the buffer:
-    in fp32, and zeros for its padding."""
+    in fp32, and zeros for its padding. Those left and right of all images stay."""
     _, (_, left, width) = image.met()
     ids = [pl.program_id(axis) == 0 for axis in range(3)]
     is_first = functools.reduce(jnp.logical_and, ids)

@@ -38,20 +38,25 @@ def _conv_arrays(dtype, n, h, c, o):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
-def _conv_visits(name, *sizes):
-    from opsnn_jax.kernels.winograd import tpu
+def _conv_spec(x, w, **options):
     from opsnn_jax.ops.conv_arguments import validate
 
+    rank = x.ndim - 2
+    return validate(f"conv{rank}d", rank, x, w, None, **options)
+
+
+def _conv_visits(name, *sizes):
+    from opsnn_jax.kernels.winograd import tpu
+
     x, w, _ = _conv_arrays(*sizes)
-    return tpu.visits(validate("conv2d", 2, x, w, None), name)
+    return tpu.visits(_conv_spec(x, w), name)
 
 
 def _make_conv(name, *sizes):
     from opsnn_jax.kernels.winograd import tpu
-    from opsnn_jax.ops.conv_arguments import validate
 
     x, w, dy = _conv_arrays(*sizes)
-    spec = validate("conv2d", 2, x, w, None)
+    spec = _conv_spec(x, w)
     # Without the direct form, which runs where a result is not finite: a schedule
     # counts both.
     f, arrays = {
@@ -82,12 +87,9 @@ def _depthwise_visits(name, x, w, options):
     import jax
 
     from opsnn_jax.kernels.conv import depthwise_tpu
-    from opsnn_jax.ops.conv_arguments import validate
 
-    rank = len(x) - 2
     arrays = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (x, w))
-    spec = validate(f"conv{rank}d", rank, *arrays, None, groups=x[-1], **options)
-    return depthwise_tpu.visits(spec, name)
+    return depthwise_tpu.visits(_conv_spec(*arrays, groups=x[-1], **options), name)
 
 
 def _make_depthwise(name, x, w, options):

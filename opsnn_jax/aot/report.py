@@ -110,7 +110,8 @@ class Schedule:
     """The static schedules of all kernels of a TPU program.
 
     Attributes:
-      kernels: most expensive first.
+      kernels: most expensive first. Of equal ones, which the compiler compiles once,
+        each is there.
       cycles: issue cycles of all kernels, their calls counted.
       stalls: the stalls of all kernels, or None.
       program: issue cycles of the scalar code that calls the kernels.

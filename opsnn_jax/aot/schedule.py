@@ -191,8 +191,9 @@ def visited_cycles(text: str, steps: int, often: Sequence[float]) -> int:
     body = max(skips, key=lambda s: s.last - s.first, default=None)
     if not body or not any(loop.holds(body) for loop in loops):
         raise ValueError(
-            "visited_cycles: text must be a kernel of more than one step; it has no "
-            "loop over steps that skips the kernel. Leave its name out of visits."
+            "visited_cycles: text must be a kernel of more than one step and of at "
+            f"least {_BOOKKEEPING} bundles; it has no loop over steps that skips it. "
+            "Leave its name out of visits."
         )
     long = [loop for loop in loops if body.holds(loop) and _is_stretch(loop)]
     skips = [

@@ -12,7 +12,6 @@ import pytest
 from aot_kernels import spec
 
 from opsnn_jax.aot import compile_for
-from opsnn_jax.aot import schedule as schedule_
 
 pytestmark = pytest.mark.aot
 
@@ -227,7 +226,7 @@ def test_equal_kernels_count_each(monkeypatch):
     assert schedule.unread == ()
     assert sum(_matrix(k).used > 0 for k in schedule.kernels) == 6
     # The compiler made fewer schedules than that.
-    monkeypatch.setattr(schedule_, "forms", lambda *_: {})
+    monkeypatch.setattr("opsnn_jax.aot.schedule.forms", lambda *_: {})
     assert compile_for(f, *arrays, target="tpu-v5e").schedule.unread
 
 

@@ -233,5 +233,5 @@ def test_predicated_code_counts_as_often_as_it_runs():
     assert visited_cycles(text, 3, (0.5, 4)) == expected
     with pytest.raises(ValueError, match="each of 2 stretches"):
         visited_cycles(text, 3, (0.5,))
-    with pytest.raises(ValueError, match="more than one step"):
+    with pytest.raises(ValueError, match="more than one step and of at least 128"):
         visited_cycles("\n".join(f"0x{i:x} : {{}}" for i in range(9)), 1, ())

@@ -92,6 +92,16 @@ CONV = (
         (_CONV_IMPLEMENTATIONS + "test_strips_of_an_image_join[SAME]",),
     ),
     Mutant(
+        "depthwise-tpu-copies-the-same-first-rows",
+        "kernels/conv/depthwise_tpu_image.py",
+        "_copy(buffer_ref, x_ref, start + i, image)",
+        "_copy(buffer_ref, x_ref, i, image)",
+        (
+            _CONV_IMPLEMENTATIONS
+            + "test_against_fp64[pallas_tpu_depthwise-x13-w13-options13]",
+        ),
+    ),
+    Mutant(
         "depthwise-tpu-no-padding-below",
         "kernels/conv/depthwise_tpu_image.py",
         "    is_there = (row >= start) & (row < start + count)\n",
