@@ -48,8 +48,8 @@ test: $(VENV)/.test         ## run the tests (about ten minutes on two cores)
 test-short: $(VENV)/.test   ## run the tests that depend most on the version of JAX
 	$(PYTEST) -n 2 -m 'not slow and not aot' tests/test_dispatch.py tests/test_explain.py \
 	  tests/kernels tests/nn tests/test_public_ops.py tests/ops/test_conv_winograd.py \
-	  tests/ops/test_conv_implementations.py tests/training/test_step.py \
-	  tests/training/test_master_weights.py
+	  tests/ops/test_conv_implementations.py tests/ops/test_attention_cudnn.py \
+	  tests/training/test_step.py tests/training/test_master_weights.py
 
 test-slow: $(VENV)/.test    ## run the long tests
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -n 2 -m 'slow and not aot' tests

@@ -13,21 +13,26 @@ that is no kernel, if the call named none.
 
 An implementation states what it cannot do in `refuses`, for all of its passes at once:
 nothing is chosen whose gradient would raise afterwards.
+
+One that brings its own derivatives has no passes to choose among, only one, `WHOLE`. It
+runs where it is named and nowhere else.
 """
 
-import contextlib
-import contextvars
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 
+from . import recording
 from .lowering import PLATFORMS, Target, bind
 
 # The implementation argument of every op: a name, an order of preference, or None.
 Requested = str | Sequence[str] | None
+
+# The one pass of an implementation that brings its own derivatives.
+WHOLE = "whole"
 
 
 def deferred(module: str, name: str) -> Callable:
@@ -51,6 +56,7 @@ class Implementation:
       name: what users write in `implementation=`.
       passes: pass name -> function `f(spec, *arrays)` that returns an array or a tuple
         of at least two. A Pallas implementation's functions also take `interpret`.
+        Or the pass `WHOLE` alone: a function that JAX can differentiate.
       platforms: where it runs natively.
       refuses: `refuses(spec)` is None where the implementation can do all passes of
         the call that `spec` describes, else the reason as a clause ("takes no ...").
@@ -67,6 +73,11 @@ class Implementation:
     pallas: bool = False
     exports: bool = True
     unprepared: Callable[[], str | None] = lambda: None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it brings its own derivatives."""
+        return WHOLE in self.passes
 
     def refuses_on(self, platform: str, spec: Hashable, named: bool) -> str | None:
         """The reason why it cannot run there; `named` allows the interpreter."""
@@ -150,40 +161,13 @@ class Pass:
 
     def __call__(self, *arrays: jax.Array):
         """Runs the pass. Returns the array, or a tuple where there are several."""
-        if (record := _record.get()) is not None:
+        if (record := recording.current()) is not None:
             record.arrays[self.op, self.name, self.chosen_for] = self.spec, arrays
+        if self.name == WHOLE:
+            # JAX must see it: what it partitions itself cannot hide in a primitive.
+            return self.plain(self.spec, *arrays)
         outs = bind(self, *arrays)
         return outs[0] if len(outs) == 1 else tuple(outs)
-
-
-@dataclass
-class Record:
-    """What was chosen while `recorded` was entered.
-
-    Attributes:
-      choices: (table, requested, spec, choice) of every call.
-      arrays: by op, pass and the spec that it was chosen for, the spec and the arrays
-        that the pass was last called with.
-    """
-
-    choices: list = field(default_factory=list)
-    arrays: dict = field(default_factory=dict)
-
-
-_record: contextvars.ContextVar[Record | None] = contextvars.ContextVar(
-    "opsnn_record", default=None
-)
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[Record]:
-    """Notes down every choice that is made, and every pass that is called, inside."""
-    record = Record()
-    token = _record.set(record)
-    try:
-        yield record
-    finally:
-        _record.reset(token)
 
 
 @dataclass(frozen=True)
@@ -229,6 +213,12 @@ class Table:
         """What `implementation=` may be."""
         return ("reference", *self.implementations)
 
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Those of the names that bring their own derivatives."""
+        whole = (i.name for i in self.implementations.values() if i.whole)
+        return ("reference", *whole)
+
     def check(self, requested: Requested) -> None:
         """Raises ValueError for anything but names in the table, in a list or tuple."""
         if requested is None:
@@ -244,10 +234,11 @@ class Table:
                 f"{', '.join(map(repr, self.names))}, or a sequence of them; "
                 f"got {given}."
             )
-        if "reference" in requested and not isinstance(requested, str):
+        whole = [n for n in self.whole if n in requested]
+        if whole and not isinstance(requested, str):
             raise ValueError(
-                f"{self.op}: 'reference' does everything everywhere, so it is no part "
-                "of an order of preference. Pass implementation='reference' alone."
+                f"{self.op}: {whole[0]!r} brings its own derivatives, so it is no part "
+                f"of an order of preference. Pass implementation={whole[0]!r} alone."
             )
 
     def choose(self, requested: Requested, spec: Hashable) -> Choice:
@@ -263,8 +254,13 @@ class Table:
             the message lists each implementation with its reason.
         """
         named = isinstance(requested, str)
+        plain, home = self._plain, PLATFORMS[0]
+        if named:
+            implementation = self.implementations[requested]
+            plain = implementation if implementation.whole else plain
+            home = implementation.platforms[0]
         passes = []
-        for name in self._plain.passes:
+        for name, function in plain.passes.items():
             chosen, without_kernels, refused = [], [], []
             for platform in PLATFORMS:
                 if named:
@@ -281,12 +277,12 @@ class Table:
                 if implementation is not None:
                     without_kernels.append((platform, implementation))
             if not chosen:
-                raise NotImplementedError(refused[0][1])
-            plain = self._plain.passes[name]
+                # Where what is named is at home, the reason is the call.
+                raise NotImplementedError(dict(refused)[home])
             by_platform = map(tuple, (chosen, without_kernels, refused))
-            passes.append(Pass(self.op, name, spec, *by_platform, plain, spec))
+            passes.append(Pass(self.op, name, spec, *by_platform, function, spec))
         choice = Choice(tuple(passes))
-        if (record := _record.get()) is not None:
+        if (record := recording.current()) is not None:
             record.choices.append((self, requested, spec, choice))
         return choice
 
@@ -306,6 +302,8 @@ class Table:
             )
             if refusal is not None:
                 why[each] = refusal
+            elif implementation.whole and requested is None:
+                why[each] = "runs only where it is named"
             elif each not in order:
                 why[each] = "not tried" if requested is None else "not asked for"
             elif requested is not None:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from opsnn_jax.costs import count_multiplies
-from opsnn_jax.dispatch import recorded
 from opsnn_jax.lowering import PLATFORMS
+from opsnn_jax.recording import recorded
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,9 @@ def _explain_pass(table, requested, each, platform, record, compile):
     for implementation in table.implementations.values():
         multiplies = workspace = None
         name = implementation.name
-        runs = implementation.refuses_on(platform, each.spec, named=True) is None
+        runs = each.name in implementation.passes and (
+            implementation.refuses_on(platform, each.spec, named=True) is None
+        )
         if arrays is not None and runs:
             specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
             f = functools.partial(implementation.passes[each.name], spec)
@@ -195,7 +197,8 @@ def _explain_pass(table, requested, each, platform, record, compile):
                 # As it runs there: without a GPU there is no kind of one to plan for.
                 interpret = platform not in implementation.platforms
                 f = functools.partial(f, interpret=interpret)
-            multiplies = count_multiplies(f, *specs)
+            if not implementation.whole:  # those of a library cannot be seen
+                multiplies = count_multiplies(f, *specs)
             here = platform == jax.default_backend()
             if compile and here and platform in implementation.platforms:
                 memory = jax.jit(f).lower(*specs).compile().memory_analysis()

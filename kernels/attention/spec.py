@@ -76,6 +76,7 @@ class AttentionSpec:
     sinks: bool = False
     softcap: float | None = None
     dropout_rate: float = 0.0
+    returns_lse: bool = False  # lse is a result of the call, and may be differentiated
 
     @property
     def group(self) -> int:

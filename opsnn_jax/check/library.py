@@ -33,7 +33,7 @@ def _separable_table() -> tuple[str, ...]:
 
 
 def _attention_table() -> tuple[str, ...]:
-    from opsnn_jax.ops.attention import TABLE
+    from opsnn_jax.ops.attention_table import TABLE
 
     return tuple(TABLE.implementations)
 

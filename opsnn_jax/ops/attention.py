@@ -25,20 +25,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from opsnn_jax.dispatch import (
-    Choice,
-    Implementation,
-    Requested,
-    Table,
-    deferred,
-)
-from opsnn_jax.kernels.attention import reference, xla
+from opsnn_jax.dispatch import WHOLE, Choice, Requested
+from opsnn_jax.kernels.attention import reference
 from opsnn_jax.kernels.attention.spec import AttentionSpec, Extra
 from opsnn_jax.meshes import align_varying, partitioned
 
 from .attention_arguments import Operands, canonicalize
-
-_OP = "flash_attention"
+from .attention_table import TABLE
 
 
 def flash_attention(
@@ -111,7 +104,9 @@ def flash_attention(
       return_lse: also returns lse, which can be differentiated.
       precision: of the matrix products, as in `jax.lax.dot_general`.
       implementation: None to choose, a name ("reference", "xla", "pallas_tpu",
-        "pallas_gpu"), or a sequence of names in order of preference.
+        "pallas_gpu", "cudnn"), or a sequence of names in order of preference. None
+        never chooses "cudnn", NVIDIA's kernels as `jax.nn` has them, which take fewer
+        calls and promise less, see below; nor is it part of a sequence.
 
     Returns:
       `(*B, T, N, Hv)`, of q's dtype. With `return_lse`, that and the logarithm of the
@@ -127,17 +122,21 @@ def flash_attention(
     Precision:
       Scores, softmax and all sums are float32 (float64 for float64); outputs and
       gradients are rounded once. The error is that of one rounding of the result,
-      plus O(eps_32 sqrt(H)) in the scores. The Pallas kernels multiply weights and
-      their cotangents in q's dtype; that for TPUs also rounds scaled queries to it.
+      plus O(eps_32 sqrt(H)) in the scores. The Pallas kernels and "cudnn" multiply
+      weights and their cotangents in q's dtype; that for TPUs also rounds scaled
+      queries to it. With "cudnn", what is not finite in a key that causality hides may
+      reach other rows.
 
     Deterministic:
-      Yes, both passes: every sum has a fixed order.
+      Yes, both passes: every sum has a fixed order. The backward pass of "cudnn"
+      has one only if XLA_FLAGS has --xla_gpu_deterministic_ops=true.
 
     Transforms:
       jit, vmap, grad to any order, remat, scan and shard_map; jax.export, also of a
       symbolic batch. Forward mode (jvp, hessian) and symbolic lengths need
       `implementation="reference"`. Under `jax.checkpoint`, the names
       "attention_out" and "attention_lse" save what backward needs of the forward pass.
+      "cudnn" has no second derivatives, no forward mode, and none of these names.
 
     Example:
       >>> import jax
@@ -174,6 +173,7 @@ def flash_attention(
             dropout_rate=dropout_rate,
             dropout_rng=dropout_rng,
             sinks=sinks,
+            return_lse=return_lse,
             precision=precision,
         ),
     )
@@ -184,8 +184,8 @@ def flash_attention(
 
 def _run(
     spec: AttentionSpec, operands: Operands, implementation: Requested
-) -> tuple[jax.Array, jax.Array]:
-    """out (B, T, N, Hv) and lse (B, T, N)."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """out (B, T, N, Hv) and lse (B, T, N), which is None if "cudnn" was named."""
     arrays = align_varying(*operands[:3], *operands.extra)
     rows = spec.batch, spec.q_len, spec.heads
     if 0 in (*rows, spec.kv_len):
@@ -194,6 +194,9 @@ def _run(
     if spec.v_dim == 0:
         out, lse = _run(*with_a_value(spec, operands), implementation)
         return out[..., :0], lse
+    # Of the result's (B, T, N, Hv) the first three are q's, the last is v's.
+    queries = [(0, 0), (0, 1), (0, 2)]
+    dims = [*queries, (2, 3)], queries
     if implementation == "reference":
 
         def run(q, k, v, *extra):
@@ -201,6 +204,8 @@ def _run(
 
     else:
         choice = TABLE.choose(implementation, spec)
+        if implementation in TABLE.whole:
+            return partitioned(choice[WHOLE], *arrays[:3], dims=dims[0]), None
 
         def run(q, k, v, *extra):
             return _attend(choice, Operands(q, k, v, Extra(*extra)))
@@ -209,9 +214,7 @@ def _run(
         out, lse = run(*arrays)
         return out, lse.swapaxes(1, 2)
 
-    # Of the result's (B, T, N, Hv) the first three are q's, the last is v's.
-    queries = [(0, 0), (0, 1), (0, 2)]
-    return partitioned(by_query, *arrays, dims=([*queries, (2, 3)], queries))
+    return partitioned(by_query, *arrays, dims=dims)
 
 
 def empty(
@@ -289,32 +292,3 @@ def delta_of(
     inner = lax.platform_dependent(products, cpu=by_product, default=add)
     # The cotangent of a dead row may be anything, NaN too.
     return jnp.where(lse == -jnp.inf, 0, inner.swapaxes(1, 2) - dlse)
-
-
-def _order(name: str, platform: str, spec: AttentionSpec) -> tuple[str, ...]:
-    pallas = {"tpu": ("pallas_tpu",), "cuda": ("pallas_gpu",)}.get(platform, ())
-    return *pallas, "xla"
-
-
-_XLA = Implementation("xla", {"fwd": xla.fwd, "bwd": xla.bwd}, refuses=xla.refuses)
-_TPU = "opsnn_jax.kernels.attention.tpu"
-_PALLAS_TPU = Implementation(
-    "pallas_tpu",
-    {"fwd": deferred(_TPU, "fwd"), "bwd": deferred(_TPU, "bwd")},
-    platforms=("tpu",),
-    refuses=deferred(_TPU, "refuses"),
-    pallas=True,
-)
-
-_GPU = "opsnn_jax.kernels.attention.gpu"
-_PALLAS_GPU = Implementation(
-    "pallas_gpu",
-    {"fwd": deferred(_GPU, "fwd"), "bwd": deferred(_GPU, "bwd")},
-    platforms=("cuda",),
-    refuses=deferred(_GPU, "refuses"),
-    pallas=True,
-    exports=False,
-    unprepared=deferred(_GPU, "unprepared"),
-)
-
-TABLE = Table(_OP, (_PALLAS_TPU, _PALLAS_GPU, _XLA), _order, plain=_XLA)

@@ -90,6 +90,7 @@ def canonicalize(
         sinks=sinks is not None,
         softcap=_softcap(options["softcap"]),
         dropout_rate=rate,
+        returns_lse=bool(options["return_lse"]),
     )
     return spec, Operands(q, k, v, extra), batch
 

@@ -1,5 +1,6 @@
 """`jax.nn.dot_product_attention` by flash_attention."""
 
+import functools
 import numbers
 from typing import Any
 
@@ -56,7 +57,8 @@ def dot_product_attention(
       is_causal: query t sees the keys up to t.
       query_seq_lengths, key_value_seq_lengths: integers, `(B,)`.
       local_window_size: (left, right), both included; an int is both.
-      implementation: as in flash_attention. "cudnn" is taken as None.
+      implementation: as in flash_attention, but for "cudnn": where this process has no
+        cuDNN, or that does not take the call, it is None.
       return_residual: also returns the logarithm of the sum of exponentials of the
         scores, `(B, T, N)` or `(T, N)`, of key's dtype, without a gradient.
       broadcast_dropout: each weight is drawn by itself, whatever it is.
@@ -94,7 +96,8 @@ def dot_product_attention(
     if single:
         # As in JAX: a bias or mask may have the batch axis that these do not.
         query, key, value = (x[None] for x in (query, key, value))
-    out, lse = flash_attention(
+    attend = functools.partial(
+        flash_attention,
         query,
         key,
         value,
@@ -107,14 +110,20 @@ def dot_product_attention(
         kv_lengths=_lengths(key_value_seq_lengths),
         dropout_rate=0.0 if deterministic else dropout_rate,
         dropout_rng=dropout_rng,
-        return_lse=True,
+        return_lse=return_residual,
         precision=precision,
-        implementation=None if implementation == "cudnn" else implementation,
     )
-    if single:
-        out, lse = out[0], lse[0]
+    try:
+        result = attend(implementation=implementation)
+    except NotImplementedError:
+        # Programs that were written for a GPU also run on a CPU.
+        if implementation != "cudnn":
+            raise
+        result = attend(implementation=None)
+    result = jax.tree.map(lambda x: x[0], result) if single else result
     if not return_residual:
-        return out
+        return result
+    out, lse = result
     return out, lax.stop_gradient(lse.astype(key.dtype))
 
 

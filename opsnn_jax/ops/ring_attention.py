@@ -22,9 +22,10 @@ from opsnn_jax.dispatch import Choice, Requested
 from opsnn_jax.kernels.attention.spec import Extra
 from opsnn_jax.meshes import align_varying
 
-from .attention import TABLE, delta_of, empty, with_a_value
+from .attention import delta_of, empty, with_a_value
 from .attention_arguments import Operands, canonicalize, checked_arrays
 from .attention_masks import band_of, check_causal
+from .attention_table import TABLE
 
 
 def ring_attention(
@@ -57,7 +58,7 @@ def ring_attention(
       q_segment_ids, kv_segment_ids: of this shard; ids are those of the whole sequence.
         A query sees the keys of its own segment, and causality counts whole tokens.
       scale, softcap, return_lse, precision: as in flash_attention.
-      implementation: as in flash_attention, but not "reference".
+      implementation: as in flash_attention, but not "reference" or "cudnn".
 
     Returns:
       `(*B, T, N, Hv)`, this device's shard; with `return_lse` also `(*B, T, N)`.
@@ -72,12 +73,12 @@ def ring_attention(
       Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for
       near-infinite context", 2023.
     """
-    if implementation == "reference":
+    TABLE.check(implementation)
+    if implementation in TABLE.whole:
         raise ValueError(
             "ring_attention: implementation must be one with passes of its own; got "
-            "'reference'. Pass None or a name."
+            f"{implementation!r}. Pass None or another name."
         )
-    TABLE.check(implementation)
     (q, k, v), _ = checked_arrays(q, k, v)
     check_causal(is_causal)
     places = (None, None)
@@ -102,6 +103,7 @@ def ring_attention(
         dropout_rate=0.0,
         dropout_rng=None,
         sinks=None,
+        return_lse=True,  # of every part
         precision=precision,
     )
     spec, operands, batch = canonicalize(q, k, v, None, None, options)

@@ -12,6 +12,7 @@ _GARBAGE = (
 _XLA_TILES = "tests/kernels/test_attention_xla.py::"
 _TPU_TILES = "tests/kernels/test_attention_tpu.py::"
 _GPU_TILES = "tests/kernels/test_attention_gpu.py::"
+_CUDNN = "tests/ops/test_attention_cudnn.py::"
 
 ATTENTION = (
     Mutant(
@@ -275,5 +276,33 @@ ATTENTION = (
         "inside = col < spec.kv_len",
         "inside = col <= spec.kv_len",
         (_TPU_TILES + "test_values",),
+    ),
+    Mutant(
+        "attention-cudnn-window-off-by-one",
+        "kernels/attention/cudnn.py",
+        "else (-left, 0)",
+        "else (1 - left, 0)",
+        (_CUDNN + "test_jax_gets_the_options_of_the_call",),
+    ),
+    Mutant(
+        "attention-cudnn-scale-lost",
+        "kernels/attention/cudnn.py",
+        "scale=spec.scale",
+        "scale=None",
+        (_CUDNN + "test_jax_gets_the_options_of_the_call",),
+    ),
+    Mutant(
+        "attention-cudnn-window-behind-the-keys",
+        "kernels/attention/cudnn.py",
+        "spec.q_len > spec.kv_len",
+        "spec.q_len > spec.kv_len - lower",
+        (_CUDNN + "test_sizes_it_refuses",),
+    ),
+    Mutant(
+        "attention-cudnn-chosen-unnamed",
+        "opsnn_jax/ops/attention_table.py",
+        '"cuda": ("pallas_gpu",)',
+        '"cuda": ("pallas_gpu", "cudnn")',
+        (_CUDNN + "test_it_is_never_chosen",),
     ),
 )

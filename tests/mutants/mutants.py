@@ -14,4 +14,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *training.COMPRESSION,
     *runs.RUNS,
     *rest.CHECK,
+    *rest.AOT,
 )

@@ -48,7 +48,7 @@ GOOD = dict(
         (dict(scale="1"), TypeError, r"scale must be a Python number"),
         (dict(is_causal=jnp.array(True)), TypeError, r"is_causal must be a bool"),
         (dict(precision="best"), ValueError, r"precision must be .*'best'"),
-        (dict(implementation="cudnn"), ValueError, r"implementation must be .*'cudnn'"),
+        (dict(implementation="cuda"), ValueError, r"implementation must be .*'cuda'"),
         (dict(implementation=()), ValueError, r"implementation must be"),
         (dict(implementation=1), ValueError, r"implementation must be .* got 1"),
     ],
