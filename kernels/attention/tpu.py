@@ -13,7 +13,6 @@ from .tpu_backward import gradients
 from .tpu_bias import bias_gradient
 from .tpu_forward import forward
 from .tpu_plan import BACKWARD, FORWARD, Plan, largest_block, shrinkage
-from .tpu_visit import sees_whole_blocks, visit_rates
 
 
 def refuses(spec: AttentionSpec) -> str | None:
@@ -72,29 +71,3 @@ def bwd(
     if spec.bias_shape is not None:
         grads.append(bias_gradient(plan, arrays, inputs).astype(extra[0].dtype))
     return tuple(grads)
-
-
-def visits(spec: AttentionSpec) -> dict[str, tuple[int, tuple[float, ...]]]:
-    """How often the kernels run their parts, for figures of their schedules.
-
-    Returns:
-      For each kernel of which it is known before it sees data: the steps of its grid,
-      and how often each stretch of code runs that it may skip or repeat, on average
-      each time that it is reached.
-    """
-    found = {}
-    for name, block, backward in (
-        ("attention_fwd", FORWARD, False),
-        ("attention_bwd", BACKWARD, True),
-    ):
-        plan = Plan.of(spec, largest_block(spec, block), interpret=False)
-        inner = visit_rates(plan, queries_end=backward)
-        if inner is None:
-            continue
-        nq, nk = plan.count
-        turns = spec.group * nq if backward else nk
-        outer = spec.batch * (spec.kv_heads if backward else spec.heads * nq)
-        once = () if turns == 1 else (1 / turns,)
-        start = () if backward and sees_whole_blocks(plan) else once
-        found[name] = outer * turns, (*start, *inner, *once)
-    return found

@@ -61,32 +61,6 @@ def sees_whole_blocks(plan: Plan) -> bool:
     return not (_data_decides(plan) or spec.q_len % plan.block[0]) and spec.band.full
 
 
-def visit_rates(plan: Plan, queries_end: bool = False) -> tuple[float, ...] | None:
-    """How often the code of `visit` runs, averaged over the blocks, in its order.
-
-    For each stretch of code that the kernel may skip or repeat: how often it runs each
-    time that it is reached. For figures of schedules; empty where there are no such
-    stretches, and None where data decides or a block is not whole.
-    """
-    if sees_whole_blocks(plan):
-        return ()
-    if _data_decides(plan) or plan.spec.q_len % plan.block[0]:
-        return None
-    each, stretch, rows = plan.strip // plan.piece, _stretch(plan.strips), []
-    for i in range(plan.count[0]):
-        for j in range(plan.count[1]):
-            place = 0, 0, i, j
-            done = sum(_leading(plan, Inputs(), place, queries_end))
-            digits = [done & 2**n != 0 for n in range(stretch.bit_length() - 1)]
-            rest = range(done * each, plan.pieces)
-            seen = sum(bool(_sees_any(plan, Inputs(), place, piece)) for piece in rest)
-            rows.append([done // stretch, *reversed(digits), len(rest), seen])
-    *counts, rest, seen = (
-        sum(column) / len(rows) for column in zip(*rows, strict=True)
-    )
-    return *counts, rest, seen / rest if rest else 0.0
-
-
 def _data_decides(plan):
     """Whether what is seen depends on data, or on the end of the keys."""
     spec = plan.spec

@@ -44,26 +44,6 @@ def refuses(spec: ConvSpec) -> str | None:
     return None
 
 
-def visits(spec: ConvSpec, name: str) -> dict[str, tuple[int, tuple[float, ...]]]:
-    """How often the kernel of a pass runs its parts, for figures of its schedule.
-
-    For several images in which a block of rows is long: code of a small one is too
-    short to be told from what copies blocks, and has no such figure.
-
-    Returns:
-      By the name of the kernel: the steps of its grid, and the blocks of rows over
-      which it loops in each. Nothing for an image of several strips, the first of which
-      does what the others skip.
-    """
-    image = as_image(over_dy(spec) if name == "dx" else spec)
-    kernel = "weight_gradient" if name == "dw" else "correlate"
-    if image.strip < image.height:
-        return {}
-    blocks = image.height // image.rows
-    often = (blocks,) if blocks > 1 else ()
-    return {f"depthwise_{kernel}": (math.prod(image.grid), often)}
-
-
 def forward(
     spec: ConvSpec,
     x: jax.Array,

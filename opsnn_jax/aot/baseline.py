@@ -41,14 +41,7 @@ class Figure:
 def measure(case: KernelCase, target: str) -> tuple[Report, Figure | None]:
     """Compiles a case. The figure is None where it does not compile or is not known."""
     f, specs = case.make()
-    report = compile_for(
-        f,
-        *specs,
-        target=target,
-        name=case.name,
-        rate=case.rate,
-        visits=case.visits and case.visits(),
-    )
+    report = compile_for(f, *specs, target=target, name=case.name, rate=case.rate)
     tpu = get_target(target).platform == "tpu"
     schedule = report.schedule
     unread = report.gpu_unread or (schedule and schedule.unread)
@@ -57,8 +50,6 @@ def measure(case: KernelCase, target: str) -> tuple[Report, Figure | None]:
     if schedule:
         compiler = f"libtpu-{report.toolchain['libtpu']}"
         costs = {"issue_cycles": schedule.cycles}
-        if schedule.visited is not None:
-            costs["visited_cycles"] = schedule.visited
         if schedule.stalls is not None:
             costs["with_stalls"] = schedule.cycles + schedule.stalls
     else:

@@ -25,9 +25,6 @@ def _conv_cases():
             yield KernelCase(
                 f"conv2d/pallas_tpu/{name}/{dtype}/{shape}",
                 functools.partial(_make_conv, name, dtype, n, h, c, o),
-                visits=functools.partial(_conv_visits, name, dtype, n, h, c, o)
-                if dtype == "float32"
-                else None,
             )
 
 
@@ -43,13 +40,6 @@ def _conv_spec(x, w, **options):
 
     rank = x.ndim - 2
     return validate(f"conv{rank}d", rank, x, w, None, **options)
-
-
-def _conv_visits(name, *sizes):
-    from opsnn_jax.kernels.winograd import tpu
-
-    x, w, _ = _conv_arrays(*sizes)
-    return tpu.visits(_conv_spec(x, w), name)
 
 
 def _make_conv(name, *sizes):
@@ -79,17 +69,7 @@ def _depthwise_cases():
         yield KernelCase(
             f"conv{len(x) - 2}d/pallas_tpu_depthwise/{name}/bfloat16/{shape}",
             functools.partial(_make_depthwise, name, x, w, options),
-            visits=functools.partial(_depthwise_visits, name, x, w, options),
         )
-
-
-def _depthwise_visits(name, x, w, options):
-    import jax
-
-    from opsnn_jax.kernels.conv import depthwise_tpu
-
-    arrays = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (x, w))
-    return depthwise_tpu.visits(_conv_spec(*arrays, groups=x[-1], **options), name)
 
 
 def _make_depthwise(name, x, w, options):
@@ -169,7 +149,6 @@ def _attention_cases():
                 _make_attention, implementation, name, dtype, shape, causal
             ),
             targets,
-            visits=functools.partial(_attention_visits, name, dtype, shape, causal),
         )
 
 
@@ -185,34 +164,6 @@ def _make_attention(implementation, name, dtype, shape, causal):
     if name == "fwd":
         return f, (q, k, v)
     return lambda q, k, v, dout: jax.vjp(f, q, k, v)[1](dout), (q, k, v, q)
-
-
-def _attention_visits(name, dtype, shape, causal):
-    import numpy as np
-
-    from opsnn_jax.kernels.attention import mask, spec, tpu
-
-    batch, t, s, heads, kv_heads, size = shape
-    visits = tpu.visits(
-        spec.AttentionSpec(
-            batch,
-            t,
-            s,
-            heads,
-            kv_heads,
-            size,
-            size,
-            np.dtype(dtype),
-            size**-0.5,
-            mask.Band(upper=0 if causal else None),
-            precision=None,
-            bias_shape=None,
-            mask_shape=None,
-        )
-    )
-    # The program of a gradient has the forward kernel too.
-    wanted = ("attention_fwd",) if name == "fwd" else tuple(visits)
-    return {kernel: visits[kernel] for kernel in wanted if kernel in visits}
 
 
 def _attention_arrays(dtype, shape):

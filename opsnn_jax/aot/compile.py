@@ -7,14 +7,14 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from opsnn_jax.aot import ptxas, words
 from opsnn_jax.aot.report import Memory, Report
 from opsnn_jax.aot.roofline import choose_rate, find_roofline
-from opsnn_jax.aot.schedule import Visits, read_schedule
+from opsnn_jax.aot.schedule import read_schedule
 from opsnn_jax.aot.targets import Target, get_target
 from opsnn_jax.aot.toolchain import require_toolchain, toolchain_versions
 
@@ -37,7 +37,6 @@ def compile_for(
     target: str,
     name: str | None = None,
     rate: str | None = None,
-    visits: Mapping[str, Visits] | None = None,
     vjp: bool = False,
     timeout: float = 600.0,
 ) -> Report:
@@ -57,8 +56,6 @@ def compile_for(
       name: what the report is called; by default the name of `f`.
       rate: the dtype whose peak rate bounds the products, such as "float32", where
         the arguments do not tell; see `roofline.choose_rate`.
-      visits: for kernels by name, the steps of the grid and how often each stretch of
-        predicated code runs; see `schedule.visited_cycles`.
       vjp: compile the forward and the backward pass: cotangents of all outputs are
         further arguments, the gradients further results.
       timeout: seconds after which the compiler is stopped.
@@ -68,8 +65,8 @@ def compile_for(
 
     Raises:
       MissingToolchain: if the compiler for the target is not installed.
-      ValueError: if the target or the rate is unknown, a spec has 64 bits without
-        jax_enable_x64, or `visits` does not fit a kernel.
+      ValueError: if the target or the rate is unknown, or a spec has 64 bits without
+        jax_enable_x64.
       TypeError: if the function cannot be pickled, or a spec has no shape and dtype.
 
     Example:
@@ -102,7 +99,7 @@ def compile_for(
         dumps = root / "dumps"
         schedule, gpu_kernels, gpu_unread = None, (), 0
         if device.platform == "tpu":
-            schedule = read_schedule(dumps, visits)
+            schedule = read_schedule(dumps)
         else:
             gpu_kernels, gpu_unread = ptxas.read_kernels(
                 dumps, device, result["mosaic"]
@@ -128,7 +125,7 @@ def compile_for(
             result["kernels"],
             schedule,
         ),
-        notes=tuple(_notes(result, device, schedule, gpu_unread, visits or {})),
+        notes=tuple(_notes(result, device, schedule, gpu_unread)),
         **common,
     )
 
@@ -239,7 +236,7 @@ def _environment(device: Target, dumps: Path) -> dict[str, str]:
     return env
 
 
-def _notes(result, device, schedule, gpu_unread, visits):
+def _notes(result, device, schedule, gpu_unread):
     if device.platform == "cuda":
         yield (
             "The flops are those of the program before optimization."
@@ -268,9 +265,8 @@ def _notes(result, device, schedule, gpu_unread, visits):
     if schedule and schedule.unread:
         names = ", ".join(schedule.unread)
         yield f"No schedule was found for these, and they are not counted: {names}."
-    if schedule:
-        found = {k.name.partition(".")[0] for k in schedule.kernels}
-        if unknown := [name for name in visits if name not in found]:
-            yield f"visits names kernels that were not found: {', '.join(unknown)}."
-    if schedule and any(k.unknown_trips for k in schedule.kernels):
-        yield "Loops whose length is not a constant are counted as one iteration."
+    if schedule and schedule.unknown_trips:
+        yield (
+            "The length of a loop depends on data: it counts as if its counter started"
+            " from 0, or as one iteration."
+        )

@@ -35,8 +35,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
     roof, schedule = report.roofline, report.schedule
     if schedule:
         lines.append(("issue cycles", count(schedule.cycles)))
-        if schedule.visited is not None:
-            lines.append(("issue cycles visited", count(schedule.visited)))
+        lines.append(("of which data may skip", count(schedule.undecided)))
         if schedule.stalls is not None:
             lines.append(("stall cycles", count(schedule.stalls)))
     if roof.schedule is not None:
@@ -89,7 +88,10 @@ def busy(unit: Unit, kernel: Kernel) -> float:
 
 
 def trips(loop: Loop) -> str:
-    return "? trips" if loop.trips is None else f"{loop.trips} trips"
+    """The number, on average; "?" where data decides."""
+    if loop.trips is None:
+        return "?"
+    return count(loop.trips) if loop.trips % 1 == 0 else f"{loop.trips:.1f}"
 
 
 def versions(toolchain: dict[str, str]) -> str:

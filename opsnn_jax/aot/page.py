@@ -10,8 +10,8 @@ from opsnn_jax.aot.report import Kernel, Report, Roofline
 _KERNELS = 6
 
 _SCHEDULES = (
-    "Issue cycles are the static schedule: bundles times loop trips. Waiting for "
-    "memory transfers is not in it, and predicated code counts as executed."
+    "Issue cycles are the static schedule: every bundle as often as it issues. Waiting "
+    "for memory transfers is not in it, and code that data may skip counts as executed."
 )
 
 # Geometry of a drawing, in SVG units.
@@ -205,9 +205,9 @@ def _kernel(kernel: Kernel) -> str:
 def _loop(kernel: Kernel, loop) -> str:
     a, b = _x(kernel, loop.first), _x(kernel, loop.last + 1)
     y = (loop.depth - 1) * _LOOP + 14
-    said = f"{figures.trips(loop)}, {figures.count(loop.cycles)} cycles"
+    said = f"{figures.trips(loop)} trips, {figures.count(loop.cycles)} cycles"
     label = ""
-    short = f"x{'?' if loop.trips is None else loop.trips}"
+    short = f"x{figures.trips(loop)}"
     fits = [text for text in (said, short) if b - a > 7 * len(text)]
     if fits:
         middle = (a + b) / 2

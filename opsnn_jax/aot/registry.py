@@ -11,11 +11,9 @@ A case is made only when it is compiled, so listing a kernel imports nothing:
 ['double/fwd/8x128']
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from opsnn_jax.aot.schedule import Visits
 
 # The TPU targets that every TPU kernel must compile for, and the GPU targets likewise.
 TPU_TARGETS = ("tpu-v5e", "tpu-v6e")
@@ -31,14 +29,12 @@ class KernelCase:
       make: returns the function and the specs of its arguments.
       targets: what it must compile for.
       rate: as in `compile_for`.
-      visits: returns `visits` of `compile_for`, for a TPU.
     """
 
     name: str
     make: Callable[[], tuple[Callable, tuple[Any, ...]]]
     targets: tuple[str, ...] = TPU_TARGETS
     rate: str | None = None
-    visits: Callable[[], Mapping[str, Visits]] | None = None
 
 
 class Registry:

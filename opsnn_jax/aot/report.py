@@ -33,8 +33,8 @@ class Loop:
       first: index of its first bundle.
       last: index of its last bundle, branch delay slots included.
       depth: 1 for an outermost loop.
-      trips: iterations each time it is entered; None where the count is not a constant,
-        and then the loop counts as one iteration.
+      trips: iterations each time it is entered, on average; None where data decides:
+        then it counts as if its counter started from 0, or once if that tells nothing.
       cycles: bundles issued inside it in one run of the kernel.
       innermost: no loop lies inside it.
       fills: vector registers read back from their spill slots, in one run.
@@ -44,7 +44,7 @@ class Loop:
     first: int
     last: int
     depth: int
-    trips: int | None
+    trips: float | None
     cycles: int
     innermost: bool
     fills: int
@@ -71,7 +71,8 @@ class Kernel:
       name: the name of the XLA instruction.
       calls: how often the program runs it.
       bundles: length of the schedule.
-      cycles: issue cycles, bundles times trips through the nesting of loops.
+      cycles: issue cycles. Code that a branch skips because of a loop's counter counts
+        as often as it runs, what one skips because of data as run.
       stalls: cycles in which nothing issues, which the compiler has folded into delays
         and which are no bundles of their own; None where it did not say.
       units: what the bundles do.
@@ -79,8 +80,7 @@ class Kernel:
       fills: vector registers read back from spill slots.
       spills: vector registers written to spill slots.
       lanes: `units` along the schedule.
-      visited: issue cycles with predicated code counted as often as it runs; None where
-        nobody said how often.
+      undecided: those of code that a branch may skip because of data.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Kernel:
     fills: int
     spills: int
     lanes: tuple[Lane, ...]
-    visited: int | None = None
+    undecided: int
 
     @property
     def innermost_spills(self) -> int:
@@ -116,6 +116,8 @@ class Schedule:
       stalls: the stalls of all kernels, or None.
       program: issue cycles of the scalar code that calls the kernels.
       unread: kernels that the program calls and whose schedule was not found.
+      unknown_trips: the length of some loop, in a kernel or the program, depends on
+        data.
     """
 
     kernels: tuple[Kernel, ...]
@@ -123,14 +125,11 @@ class Schedule:
     stalls: int | None
     program: int
     unread: tuple[str, ...] = ()
+    unknown_trips: bool = False
 
     @property
-    def visited(self) -> int | None:
-        """`cycles`, with kernels as `Kernel.visited` where that of any is known."""
-        if all(k.visited is None for k in self.kernels):
-            return None
-        cycles = (k.cycles if k.visited is None else k.visited for k in self.kernels)
-        return sum(c * k.calls for c, k in zip(cycles, self.kernels, strict=True))
+    def undecided(self) -> int:
+        return sum(k.undecided * k.calls for k in self.kernels)
 
     @property
     def fills(self) -> int:

@@ -85,7 +85,7 @@ def _kernels(kernels: Sequence[Kernel]) -> Table:
         )
         for loop in kernel.loops[:_LOOPS]:
             table.add_row(
-                Text(f"{'  ' * loop.depth}{figures.trips(loop)}", style="dim"),
+                Text(f"{'  ' * loop.depth}{figures.trips(loop)} trips", style="dim"),
                 "",
                 figures.count(loop.last - loop.first + 1),
                 figures.count(loop.cycles),

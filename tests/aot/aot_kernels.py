@@ -55,6 +55,53 @@ def double(x):
     return pl.pallas_call(_double_kernel, out_shape=shape, name="double")(x)
 
 
+def _sometimes_kernel(x_ref, o_ref):
+    step = pl.program_id(0)
+    o_ref[...] = x_ref[...]
+
+    @pl.when(step < 2)
+    def _():
+        o_ref[...] = jnp.exp(x_ref[...])
+
+    @pl.loop(0, step)
+    def _(_):
+        o_ref[...] = jnp.exp(o_ref[...])
+
+
+def sometimes(x):
+    """In the first two steps of 64 rows an exponential, in each one more for each step
+    before."""
+    block = pl.BlockSpec((64, 128), lambda i: (i, 0))
+    return pl.pallas_call(
+        _sometimes_kernel,
+        grid=(len(x) // 64,),
+        in_specs=[block],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(x.shape, F32),
+        name="sometimes",
+    )(x)
+
+
+def _asked_kernel(asked_ref, x_ref, o_ref):
+    o_ref[...] = x_ref[...]
+
+    @pl.when(asked_ref[0] > 0)
+    def _():
+        o_ref[...] = jnp.exp(x_ref[...])
+
+
+def asked(numbers, x):
+    """An exponential if the first number is positive."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pl.pallas_call(
+        _asked_kernel,
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec()],
+        out_shape=jax.ShapeDtypeStruct(x.shape, F32),
+        name="asked",
+    )(numbers, x)
+
+
 def _sort_kernel(x_ref, o_ref):
     o_ref[...] = jnp.sort(x_ref[...], axis=0)
 

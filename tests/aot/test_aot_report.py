@@ -36,10 +36,11 @@ KERNEL = Kernel(
     calls=3,
     bundles=100,
     cycles=1_000,
+    undecided=70,
     stalls=50,
     units=(Unit("MXU", 4, 2_000), Unit("VLOAD", 3, 300), Unit("VSTORE", 1, 100)),
     loops=(
-        Loop(0, 90, 1, 5, 900, False, 40, 20),
+        Loop(0, 90, 1, 5.0, 900, False, 40, 20),
         Loop(10, 50, 2, None, 400, True, 30, 10),
     ),
     fills=40,
@@ -270,8 +271,8 @@ def test_page_is_well_formed_and_self_contained():
 
 
 def test_page_explains_schedules_only_where_there_is_one():
-    assert "predicated code counts" in render_page([GPU, GOOD])
-    assert "predicated code counts" not in render_page([GPU])
+    assert "that data may skip counts" in render_page([GPU, GOOD])
+    assert "that data may skip counts" not in render_page([GPU])
 
 
 def test_page_draws_the_use_to_scale():

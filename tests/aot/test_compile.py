@@ -230,10 +230,25 @@ def test_equal_kernels_count_each(monkeypatch):
     assert compile_for(f, *arrays, target="tpu-v5e").schedule.unread
 
 
-def test_visits_of_no_kernel_are_pointed_out():
-    f, x = kernels.matmul, spec(128, 128)
-    report = compile_for(f, x, x, target="tpu-v5e", visits={"nokernel": (1, ())})
-    assert "visits names kernels that were not found: nokernel." in report.notes
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e"])
+def test_code_that_counters_skip_and_repeat_counts_as_often_as_it_runs(target):
+    x = spec(5 * 64, 128)
+    (kernel,) = _named("sometimes", compile_for(kernels.sometimes, x, target=target))
+    # Of 8 registers: in the first two of 5 steps, and as often as steps came before.
+    assert _unit(kernel, "EUP").used == 8 * (2 + sum(range(5)))
+    assert kernel.undecided < kernel.cycles / 20
+    # Entered in four of the steps.
+    assert sum(range(5)) / 4 in [loop.trips for loop in kernel.loops]
+    assert not kernel.unknown_trips
+
+
+def test_code_that_data_skips_counts_as_run():
+    report = compile_for(
+        kernels.asked, spec(8, dtype="int32"), spec(512, 128), target="tpu-v5e"
+    )
+    (kernel,) = _named("asked", report)
+    assert _unit(kernel, "EUP").used == 64
+    assert kernel.undecided > 64
 
 
 def test_the_callers_environment_is_left_alone(monkeypatch):
@@ -293,4 +308,13 @@ def test_gpu_refuses_too_much_shared_memory(compiles_for):
 
 def _matrix(kernel):
     """The unit that takes a kernel's products; older libtpu calls it otherwise."""
-    return next(u for u in kernel.units if u.name in ("MXU", "MATMUL"))
+    return _unit(kernel, "MXU", "MATMUL")
+
+
+def _unit(kernel, *names):
+    return next(u for u in kernel.units if u.name in names)
+
+
+def _named(name, report):
+    assert report.ok, report.error
+    return [k for k in report.schedule.kernels if k.name.partition(".")[0] == name]

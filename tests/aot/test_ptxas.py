@@ -38,7 +38,7 @@ def test_kernels_of_mosaic_are_counted(config):
 
 def test_kernels_without_ptx_are_not_0(tmp_path):
     assert read_kernels(tmp_path, get_target("h200"), mosaic=2) == ((), 2)
-    notes = _notes({"flops": 1.0, "loops": False}, get_target("h200"), None, 2, {})
+    notes = _notes({"flops": 1.0, "loops": False}, get_target("h200"), None, 2)
     assert "ptxas told nothing of 2 kernel(s)" in " ".join(notes)
     unknown = GpuKernel("a", 12, 0, 0, None)
     assert "? of shared memory" in figures.gpu_kernel(unknown)

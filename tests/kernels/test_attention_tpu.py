@@ -178,21 +178,6 @@ def plain_spec(length, band, **options):
     )
 
 
-def test_visits_are_those_of_the_mask():
-    assert tpu.visits(plain_spec(4096, Band()))["attention_fwd"] == (64, ())
-    visits = tpu.visits(plain_spec(4096, CAUSAL))
-    assert visits.keys() == {"attention_fwd", "attention_bwd"}
-    for steps, often in visits.values():
-        # The backward pass starts and ends its sums apart.
-        fours, twos, ones, pieces, seen = often if len(often) == 5 else often[1:-1]
-        # Of 8 blocks of queries, number i sees i strips whole, and one of all in part.
-        assert steps == 64
-        assert 4 * fours + 2 * twos + ones == sum(range(8)) / 8
-        assert pieces * seen == 1
-    assert tpu.visits(plain_spec(4096, CAUSAL, ids=True)) == {}
-    assert tpu.visits(plain_spec(4000, CAUSAL)) == {}
-
-
 @pytest.mark.parametrize("band", [CAUSAL, Band(-3000, 0), Band(-3000, 2000)], ids=str)
 def test_blocks_in_which_nothing_is_seen_are_not_fetched(band):
     spec = plain_spec(16384, band)

@@ -1,4 +1,4 @@
-"""Bugs of dispatch, of the layers, and of the checking tools."""
+"""Bugs of dispatch, of the layers, and of the checking and device-compile tools."""
 
 from tests.mutants.mutant import Mutant
 
@@ -105,5 +105,31 @@ CHECK = (
         (
             "tests/check/test_contract.py::test_refusal_is_shown_but_a_report_of_refusals_is_not_ok",
         ),
+    ),
+)
+
+_ISSUES = "tests/aot/test_issues.py::"
+
+AOT = (
+    Mutant(
+        "aot-skipped-branches-taken",
+        "opsnn_jax/aot/issues.py",
+        "elif event.branch >= at:",
+        "else:",
+        (_ISSUES + "test_a_branch_in_skipped_code_skips_nothing",),
+    ),
+    Mutant(
+        "aot-values-of-a-loop-forgotten",
+        "opsnn_jax/aot/issues.py",
+        "                values |= _known(inside)\n",
+        "",
+        (_ISSUES + "test_what_a_loop_ends_with_is_known_behind_it",),
+    ),
+    Mutant(
+        "aot-spill-slots-read-before-they-are-written",
+        "opsnn_jax/aot/scalars.py",
+        "sound = len(stores) == 1 and stores[0].start() < load",
+        "sound = len(stores) == 1",
+        (_ISSUES + "test_a_predicate_may_pass_through_a_number_and_a_spill_slot",),
     ),
 )
