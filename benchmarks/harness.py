@@ -99,14 +99,15 @@ def plot_ratios(
     spread = [np.maximum(ratios - low, 0), np.maximum(high - ratios, 0)]
     axes.barh(labels, ratios, xerr=spread, color=colors, ecolor="#555", capsize=2)
     axes.axvline(1, color="#222", linewidth=1)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(f"{unit}, relative to {base} (lower is faster)")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     for y, ratio in enumerate(ratios):
         axes.annotate(
-            f" {ratio:.2f}", (max(high[y], ratio), y), va="center", fontsize=8
-        )
+            f" {ratio:.2f}", (max(high[y], ratio), y), va="center", fontsize=8,
+            bbox=dict(facecolor="white", edgecolor="none", pad=0.3, alpha=0.8),
+        )  # fmt: skip
     path = FOLDER / f"{name}.png"
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -17,7 +17,6 @@ directly.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,6 @@ from ..tiling import result_type
 from . import tpu_kernels as kernels
 from . import xla
 from .tpu_blocks import (
-    CHUNK,
     VMEM_LIMIT,
     blocks_of,
     coefficient_specs,
@@ -99,28 +97,6 @@ def weight_gradient(
     return or_exact(fast, exact)(x, dy)
 
 
-def visits(spec: ConvSpec, name: str) -> dict[str, tuple[int, tuple[float, ...]]]:
-    """How often the kernel of a pass runs its parts, for figures of its schedule.
-
-    For float32: what transforms a filter in bfloat16 is too short to be told from what
-    copies blocks.
-
-    Returns:
-      By the name of the kernel: the steps of its grid, and how often each stretch of
-      code runs that it may skip or repeat, on average each time that it is reached.
-    """
-    blocks = blocks_of(windows.over_dy(spec) if name == "dx" else spec)
-    outputs, *others = blocks.grid
-    each = math.prod(others)
-    chunks = blocks.channels // CHUNK / each
-    if name != "dw":
-        return {"winograd_correlate": (outputs * each, (chunks, blocks.t.n))}
-    # Where an O has one step, the sums are reset in each, unconditionally.
-    reset = () if each == 1 else (1 / each,)
-    often = *reset, blocks.t.n, chunks
-    return {"winograd_weight_gradient": (outputs * each, often)}
-
-
 # Steps of one O share a transformed filter: only those of different ones are parallel.
 _COMPILER_PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", *("arbitrary",) * 3), vmem_limit_bytes=VMEM_LIMIT
@@ -132,10 +108,30 @@ _COMPILER_PARAMS = pltpu.CompilerParams(
 
 def fast_forward(spec: ConvSpec, x, w, b=None, residual=None, *, interpret: bool):
     blocks = blocks_of(spec)
-    x, w = blocks.pad(spec, x), blocks.pad_filter(w)
-    b = jnp.zeros(w.shape[-1], jnp.float32) if b is None else b
+    w = blocks.pad_filter(w)
+    return _correlate(spec, blocks, x, w, b, residual, interpret)
+
+
+def fast_input_gradient(spec: ConvSpec, w, dy, *, interpret: bool):
+    spec = windows.over_dy(spec)
+    blocks = blocks_of(spec)
+    w = blocks.pad_filter(w, axis=3)
+    return _correlate(spec, blocks, dy, w, None, None, interpret, turned=True)
+
+
+def _correlate(spec, blocks, x, w, b, residual, interpret, turned=False):
+    """x with w (r*r, C, O), or with (r*r, O, C), flipped, if it is to be turned."""
+    x = blocks.pad(spec, x)
+    outputs = spec.w_shape[-1]
+    b = jnp.zeros(outputs, jnp.float32) if b is None else b
     more = [] if residual is None else [to_sublanes(residual)]
-    y_type = result_type((*spec.out_spatial, spec.x_shape[0], w.shape[-1]), spec.dtype)
+    y_type = result_type((*spec.out_spatial, spec.x_shape[0], outputs), spec.dtype)
+    scratch = [
+        pltpu.VMEM((blocks.parts, *blocks.transformed), jnp.bfloat16),
+        pltpu.VMEM((blocks.t.m, blocks.t.m, blocks.tiles, blocks.block_o), jnp.float32),
+    ]
+    if turned:
+        scratch.append(pltpu.VMEM(blocks.turned, jnp.float32))
     outs = pl.pallas_call(
         functools.partial(
             kernels.correlate_kernel, spec=spec, blocks=blocks, has_residual=bool(more)
@@ -144,18 +140,13 @@ def fast_forward(spec: ConvSpec, x, w, b=None, residual=None, *, interpret: bool
         in_specs=[
             *coefficient_specs(),
             blocks.window_spec(),
-            blocks.filter_spec(),
+            blocks.turned_spec() if turned else blocks.filter_spec(),
             pl.BlockSpec((1, blocks.block_o), lambda o, n, h, w: (0, o)),
             *[blocks.finished_spec() for _ in more],
         ],
         out_specs=[blocks.finished_spec()] * (1 + spec.keep_preactivation),
         out_shape=[y_type] * (1 + spec.keep_preactivation),
-        scratch_shapes=[
-            pltpu.VMEM((blocks.parts, *blocks.transformed), jnp.bfloat16),
-            pltpu.VMEM(
-                (blocks.t.m, blocks.t.m, blocks.tiles, blocks.block_o), jnp.float32
-            ),
-        ],
+        scratch_shapes=scratch,
         compiler_params=_COMPILER_PARAMS,
         cost_estimate=blocks.cost(),
         interpret=interpret,
@@ -163,11 +154,6 @@ def fast_forward(spec: ConvSpec, x, w, b=None, residual=None, *, interpret: bool
     )(*coefficients(blocks.t), x, w, b[None], *more)
     outs = tuple(map(from_sublanes, outs))
     return outs if spec.keep_preactivation else outs[0]
-
-
-def fast_input_gradient(spec: ConvSpec, w, dy, *, interpret: bool):
-    filter_ = windows.transpose_filter(spec, w)
-    return fast_forward(windows.over_dy(spec), dy, filter_, interpret=interpret)
 
 
 def fast_weight_gradient(spec: ConvSpec, x, dy, *, interpret: bool):

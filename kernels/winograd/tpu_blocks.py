@@ -97,6 +97,11 @@ class Blocks:
         return (self.t.r**2, self.channels, self.block_o)
 
     @property
+    def turned(self) -> tuple[int, ...]:
+        """The shape of what is transposed of a filter at once."""
+        return (self.t.r**2, min(self.channels, LANES), self.block_o)
+
+    @property
     def transformed(self) -> tuple[int, ...]:
         """The shape of one part of that, transformed."""
         return (self.t.n**2, self.channels, self.block_o)
@@ -112,6 +117,7 @@ class Blocks:
         filters = padded_bytes(self.filters, itemsize)
         forward = (
             self.parts * padded_bytes(self.transformed, 2)
+            + padded_bytes(self.turned, 4)
             + 3 * 2 * padded_bytes(pixels, itemsize)  # y, z and the residual
             + padded_bytes(sums, 4)
         )
@@ -141,6 +147,15 @@ class Blocks:
             self.filters, lambda o, n, h, w: (0, 0, o), pipeline_mode=pl.Buffered(1)
         )
 
+    def turned_spec(self) -> pl.BlockSpec:
+        """The same of an array (r*r, O, C)."""
+        r2, channels, outputs = self.filters
+        return pl.BlockSpec(
+            (r2, outputs, channels),
+            lambda o, n, h, w: (0, o, 0),
+            pipeline_mode=pl.Buffered(1),
+        )
+
     def pad(self, spec: ConvSpec, x):
         """x, padded, or cropped where negative, to whole windows: (H, W, N, C)."""
         config = [(0, self.images - x.shape[0], 0)]
@@ -160,10 +175,12 @@ class Blocks:
         dy = lax.pad(dy, jnp.zeros((), dy.dtype), [*config, (0, 0, 0)])
         return to_sublanes(dy)
 
-    def pad_filter(self, w):
-        """w, padded to whole chunks of channels: (r*r, C, O)."""
-        extra = self.channels - w.shape[2]
-        w = jnp.pad(w, [(0, 0), (0, 0), (0, extra), (0, 0)])
+    def pad_filter(self, w, axis: int = 2):
+        """w, padded to whole chunks of channels, which are an axis of it: (r*r, C, O)
+        or (r*r, O, C)."""
+        config = [(0, 0)] * w.ndim
+        config[axis] = (0, self.channels - w.shape[axis])
+        w = jnp.pad(w, config)
         return w.reshape(-1, *w.shape[2:])
 
     @property

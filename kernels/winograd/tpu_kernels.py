@@ -19,25 +19,24 @@ def correlate_kernel(
     bt_ref, at_ref, x_ref, w_ref, b_ref, *refs,
     spec: ConvSpec, blocks: Blocks, has_residual: bool,
 ):  # fmt: skip
-    """Finished pixels from a window and the filter (r*r, C, O).
+    """Finished pixels from a window and the filter, (r*r, C, O).
 
     After b comes the residual, if there is one; y, and z if the spec keeps it; and
     scratch: u (parts, n*n, C, O), which the first step of an O fills for the others,
-    and acc (m columns, m rows, tiles, O).
+    and acc (m columns, m rows, tiles, O). There is one more, turned (r*r, some of C,
+    O), if the filter is that of the pass whose gradient this is: (r*r, O, C), flipped.
     """
     residual_ref = refs[0] if has_residual else None
-    *y_refs, u_ref, acc_ref = refs[has_residual:]
-    t, g = blocks.t, blocks.t.array("g", jnp.float32)
+    results = has_residual + 1 + spec.keep_preactivation
+    y_refs, (u_ref, acc_ref, *turned_refs) = refs[has_residual:results], refs[results:]
+    t = blocks.t
 
     @pl.when(_is_first_of_outputs())
     def _():
-        @pl.loop(0, blocks.channels // CHUNK)
-        def _(k):
-            chunk = _chunk(k)
-            w = [_f32(w_ref[i, chunk]) for i in range(t.r**2)]
-            for f, element in enumerate(_both_sides(g, w)):
-                for j, part in enumerate(_parts(element, blocks)):
-                    u_ref[j, f, chunk] = part
+        if turned_refs:
+            _transform_turned(w_ref, *turned_refs, u_ref, blocks)
+        else:
+            _transform_filter(w_ref, u_ref, blocks)
 
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
@@ -113,6 +112,35 @@ def weight_gradient_kernel(
             du = [du_ref[f, chunk] for f in range(t.n**2)]
             dw = jnp.stack(list(_both_sides(g.T, du)))
             dw_ref[:, chunk] = dw.astype(dw_ref.dtype)
+
+
+def _transform_filter(w_ref, u_ref, blocks, start=0):
+    """Fills u from w (r*r, channels, O), whose first channel is `start` of all."""
+    t, g = blocks.t, blocks.t.array("g", jnp.float32)
+
+    @pl.loop(0, w_ref.shape[1] // CHUNK)
+    def _(k):
+        chunk = _chunk(k)
+        w = [_f32(w_ref[i, chunk]) for i in range(t.r**2)]
+        chunk = pl.ds(pl.multiple_of(start + k * CHUNK, CHUNK), CHUNK)
+        for f, element in enumerate(_both_sides(g, w)):
+            for j, part in enumerate(_parts(element, blocks)):
+                u_ref[j, f, chunk] = part
+
+
+def _transform_turned(w_ref, turned_ref, u_ref, blocks):
+    """Fills u from w (r*r, O, C), flipped in space.
+
+    XLA would do both in main memory, which cost a tenth of dx of 512 channels.
+    """
+    taps, width, _ = turned_ref.shape
+
+    @pl.loop(0, blocks.channels // width)
+    def _(k):
+        start = pl.multiple_of(k * width, width)
+        for i in range(taps):
+            turned_ref[i] = _f32(w_ref[taps - 1 - i, :, pl.ds(start, width)]).T
+        _transform_filter(turned_ref, u_ref, blocks, start)
 
 
 def _is_first_of_outputs():

@@ -157,14 +157,14 @@ def fills_registers(spec: ConvSpec) -> bool:
 def _winograd_pays_on_a_tpu(spec):
     # Where a product of fp32 is six of bfloat16, and registers are full of images and
     # channels. A small image has too few tiles to pay for the transformed filter: of
-    # 14x14 XLA's form has fewer cycles on a v6e.
+    # 14x14 with 256 channels XLA's form has fewer cycles on a v6e.
     highest = lax.Precision.HIGHEST
     exact = spec.dtype == "float32" and spec.precision in (highest, (highest, highest))
-    full = spec.x_shape[0] % 8 == 0 and min(spec.w_shape[-2:]) >= 128
+    channels, size = min(spec.w_shape[-2:]), min(*spec.spatial, *spec.out_spatial)
+    full = spec.x_shape[0] % 8 == 0 and channels >= 128
     if not (exact and spec.rank == 2 and _is_3x3(spec) and full):
         return False
-    size = min(*spec.spatial, *spec.out_spatial)
-    return size >= 28
+    return size >= (20 if channels >= 256 else 28)
 
 
 _ALL = ("fwd", "dx", "dw")

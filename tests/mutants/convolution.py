@@ -297,6 +297,20 @@ WINOGRAD = (
         (_WINOGRAD_TPU + "[rows-y]",),
     ),
     Mutant(
+        "winograd-tpu-filter-of-dx-not-flipped",
+        "kernels/winograd/tpu_kernels.py",
+        "w_ref[taps - 1 - i, :, pl.ds(start, width)]",
+        "w_ref[i, :, pl.ds(start, width)]",
+        (_WINOGRAD_TPU + "[rows-dx]",),
+    ),
+    Mutant(
+        "winograd-tpu-filter-of-dx-by-its-first-channels",
+        "kernels/winograd/tpu_kernels.py",
+        "_transform_filter(turned_ref, u_ref, blocks, start)",
+        "_transform_filter(turned_ref, u_ref, blocks)",
+        (_WINOGRAD_TPU + "[filters-dx]",),
+    ),
+    Mutant(
         "winograd-tpu-accumulator-not-reset",
         "kernels/winograd/tpu_kernels.py",
         "    acc_ref[...] = jnp.zeros_like(acc_ref)\n",

@@ -53,8 +53,12 @@ def test_narrow_images_take_several_rows_in_a_step(shapes, grid):
 
 @pytest.mark.parametrize(
     ("shapes", "of"),
-    # dx is y's kernel over dy.
-    [*((shapes, of) for shapes in SHAPES for of in ("y", "dw")), ("rows", "dx")],
+    # dx is y's kernel over dy: but for its filter, of "filters" turned in three parts.
+    [
+        *((shapes, of) for shapes in SHAPES for of in ("y", "dw")),
+        ("rows", "dx"),
+        ("filters", "dx"),
+    ],
 )
 def test_each_pass_is_right_by_itself(shapes, of, key):
     x, w, b = draw(key, *SHAPES[shapes], "float32")
