@@ -7,12 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..tiling import LANES
 from .spec import AttentionSpec, in_log2, refuses_unknown
 from .tpu_backward import gradients
 from .tpu_bias import bias_gradient
 from .tpu_forward import forward
-from .tpu_plan import BACKWARD, FORWARD, Plan, largest_block, shrinkage
+from .tpu_plan import (
+    BACKWARD,
+    FORWARD,
+    MOST_SHRINKAGE,
+    Plan,
+    largest_block,
+    shrinkage,
+)
 
 
 def refuses(spec: AttentionSpec) -> str | None:
@@ -24,7 +30,7 @@ def refuses(spec: AttentionSpec) -> str | None:
         return f"takes float32 and bfloat16, not {spec.dtype}"
     if spec.qk_dim == 0:
         return "takes no heads of size 0"
-    if shrinkage(spec) > FORWARD[0] // LANES:
+    if shrinkage(spec) > MOST_SHRINKAGE:
         return f"takes no heads of {max(spec.qk_dim, spec.v_dim)} features"
     if spec.dtype == jnp.float32 and spec.precision == lax.Precision.HIGH:
         return "has no precision HIGH for float32, only DEFAULT and HIGHEST"

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..tiling import LANES, ceil_div, result_type
 from .cost import cost
-from .spec import LOG2_E
+from .spec import GREATEST, LOG2_E
 from .tpu_plan import Inputs, Plan, compiler_params
 from .tpu_tile import Tile, finite, poison, scaled
 from .tpu_visit import visit
@@ -64,13 +64,15 @@ def _kernel(plan, inputs, q_ref, k_ref, v_ref, *refs):
     def _start():
         q_scr[...] = scaled(plan.spec, q_ref[...])
         if inputs.sinks is None:
-            top_scr[...] = jnp.full_like(top_scr, -jnp.inf)
+            # Not -inf, of which -inf - -inf would make NaN.
+            top_scr[...] = jnp.full_like(top_scr, -GREATEST)
             sum_scr[...] = jnp.zeros_like(sum_scr)
         else:
             # A key that every query sees, with a value of 0.
-            top_scr[...] = jnp.full_like(top_scr, inputs.sinks[0, n])
+            sink = inputs.sinks[0, n]
+            top_scr[...] = jnp.full_like(top_scr, jnp.maximum(sink, -GREATEST))
             lane = lax.broadcasted_iota(jnp.int32, sum_scr.shape, 1)
-            seen = (lane == 0) & (top_scr[...] != -jnp.inf)
+            seen = (lane == 0) & (sink != -jnp.inf)
             sum_scr[...] = jnp.where(seen, 1.0, 0.0)
         acc_scr[...] = jnp.zeros_like(acc_scr)
 
@@ -86,10 +88,8 @@ def _kernel(plan, inputs, q_ref, k_ref, v_ref, *refs):
             s = jnp.where(seen, s + poisoned, -jnp.inf)
         top_old = top_scr[...]
         top_new = jnp.maximum(top_old, jnp.max(s, axis=1, keepdims=True))
-        # A row that has seen no key yet has -inf, and -inf - -inf would be NaN.
-        shift = jnp.where(top_new == -jnp.inf, 0.0, top_new)
-        p = jnp.exp2(s - _widened(shift, keys.size))
-        decay = jnp.exp2(top_old - shift)
+        p = jnp.exp2(s - _widened(top_new, keys.size))
+        decay = jnp.exp2(top_old - top_new)
         top_scr[...] = top_new
         sum_scr[...] = sum_scr[...] * decay + _lane_sums(p)
         pv = tile.dot(tile.dropped(p).astype(v.dtype), v, (1, 0))

@@ -16,11 +16,11 @@ from .spec import AttentionSpec, Extra, in_log2
 
 # At most this many queries in a block, keys in a block, and keys in a strip.
 #
-# A kernel works on one strip of keys at a time; the scores of this one are 2 MiB of
-# VMEM. The strips of a block are unrolled into one stretch of code, in which the
-# products of a strip overlap with the softmax of its neighbours: a longer stretch keeps
-# the matrix unit busy for a greater part of the time.
-FORWARD = (512, 4096, 1024)
+# A kernel works on one strip of keys at a time; its scores are 4 MiB of VMEM forward,
+# 2 MiB backward. The strips of a block are unrolled into one stretch of code, in which
+# the products of a strip overlap with the softmax of its neighbours: a longer stretch
+# keeps the matrix unit busy for a greater part of the time.
+FORWARD = (1024, 4096, 1024)
 BACKWARD = (1024, 4096, 512)
 
 # Where what is seen has an edge, larger tiles would hold more that is hidden.
@@ -34,6 +34,9 @@ _BLOCK_WITH_SCORES = (512, 1024, 512)
 # get smaller ones.
 _STRIP_HEAD_BYTES = 512
 _BLOCK_HEAD_BYTES = 256
+
+# The greatest `shrinkage`: the smallest of the blocks above is one of LANES then.
+MOST_SHRINKAGE = 4
 
 # What a kernel may use of the 64 MiB and more of VMEM of every TPU since v5. The
 # compiler would allow itself 16 MiB.

@@ -1,5 +1,6 @@
 """The TPU kernels in Pallas's interpreter, where blocks end in NaN."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -107,6 +108,21 @@ def assert_same_passes(key, shape, options, block):
         # Sums of a few hundred terms in two orders.
         atol = 32 * np.finfo(np.float32).eps * np.abs(np.nan_to_num(b, neginf=0)).max()
         np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=name)
+
+
+def test_a_first_strip_whose_scores_all_overflow(key):
+    shape, dtype = (1, 8, 256, 1, 1, 8, 8), np.dtype("float32")
+    spec = AttentionSpec(
+        *shape, dtype, 1.0, Band(), jax.lax.Precision.HIGHEST, None, None
+    )
+    k, v = (draws.normal(i, (1, 256, 1, 8)) for i in jax.random.split(key))
+    q, k = jnp.full((1, 8, 1, 8), 1e20), k * 1e-20
+    k = k.at[:, :128].set(-1e20)  # scores of -8e40
+    got = tpu.fwd(spec, q, k, v, interpret=True, block=(128, 128, 128))
+    rest = dataclasses.replace(spec, kv_len=128)
+    want = xla.fwd(rest, q, k[:, 128:], v[:, 128:])
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("part", ["k", "v"])

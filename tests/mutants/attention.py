@@ -142,6 +142,13 @@ ATTENTION = (
         (_TPU_TILES + "test_values",),
     ),
     Mutant(
+        "attention-tpu-infinite-start-of-the-maximum",
+        "kernels/attention/tpu_forward.py",
+        "jnp.full_like(top_scr, -GREATEST)",
+        "jnp.full_like(top_scr, -jnp.inf)",
+        (_TPU_TILES + "test_a_first_strip_whose_scores_all_overflow",),
+    ),
+    Mutant(
         "attention-tpu-dk-not-scaled",
         "kernels/attention/tpu_backward.py",
         "(dk_scr[...] * spec.scale)",
